@@ -55,11 +55,11 @@ class Training:
 
     def snapshot(self, step: int) -> Snapshot:
         """As Yunlu's engine gives it."""
-        pieces = {
+        shards = {
             group: {name: shard_of(name, tensor) for name, tensor in tensors.items()}
             for group, tensors in self.state().items()
         }
-        return Snapshot(step=step, pieces=pieces, state={"step": step})
+        return Snapshot(step=step, shards=shards, state={"step": step})
 
     def run_step(self, before_update: Callable[[], None]) -> None:
         """Forward work of some tens of milliseconds, then an update."""

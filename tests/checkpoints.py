@@ -31,8 +31,8 @@ class Memory:
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
 
-    def read(self, name: str, box: TensorSlice) -> Tensor:
-        return self.tensors[name][box.within(full_slice(self.tensors[name].shape))]
+    def read(self, name: str, region: TensorSlice) -> Tensor:
+        return self.tensors[name][region.within(full_slice(self.tensors[name].shape))]
 
 
 def write(root: Path, snapshot: Snapshot) -> Path:
@@ -67,8 +67,8 @@ def load(reader: CheckpointReader, group: str) -> dict[str, Tensor]:
 def copy_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a checkpoint keeps of an optimiser: tensors by weight, and JSON."""
     weights = list(model.parameters())
-    pieces, packed = optimizer_shards(optimizer, parameter_shards([model], weights, weights))
-    copies = {name: piece.tensor.clone() for name, piece in pieces.items()}
+    shards, packed = optimizer_shards(optimizer, parameter_shards([model], weights, weights))
+    copies = {name: shard.tensor.clone() for name, shard in shards.items()}
     return copies, json.loads(json.dumps(packed))
 
 

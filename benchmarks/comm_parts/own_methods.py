@@ -10,7 +10,7 @@ from yunlu.training.communication.allreduce import ALGORITHMS
 from yunlu.training.communication.allreducer import ThreadedAllReducer
 from yunlu.training.communication.compressed import make_compressed_allreducer
 from yunlu.training.communication.local import METHODS as LOCAL_METHODS
-from yunlu.training.communication.local import Averaging
+from yunlu.training.communication.local import WeightAveraging
 from yunlu.training.communication.powersgd import as_matrix
 from yunlu.training.communication.transport import connect
 
@@ -71,7 +71,7 @@ class Local(Method):
         casts = {"int": int, "float": float, "str": str}
         given = {key: casts[kinds[key]](value) for key, value in seat.options.items()}
         rules = replace(LOCAL_METHODS[name], **given)
-        self._averaging = Averaging(list(seat.model.parameters()), _connect(seat), rules)
+        self._averaging = WeightAveraging(list(seat.model.parameters()), _connect(seat), rules)
         self._together = make_sum(seat, "direct") if rules.from_step else None
         self._step = 0
 

@@ -127,7 +127,7 @@ class State:
             self.optimizer.state[leaf] = {"step": torch.tensor(7.0), **moments}
         return self
 
-    def pieces(self) -> tuple[dict[str, dict[str, TensorShard]], dict[str, Any]]:
+    def shards(self) -> tuple[dict[str, dict[str, TensorShard]], dict[str, Any]]:
         optimizer, packed = optimizer_shards(self.optimizer, self.names)
         return {"model": weights_of([self.part]), "optimizer": optimizer}, packed
 
@@ -167,9 +167,9 @@ def part_of(world: World, name: str) -> World | None:
 def _save(world: World, root: Path, group: Any) -> None:
     state = State(world, 100).remember(world, 100)
     kept = store(root, world, group)
-    pieces, packed = state.pieces()
+    shards, packed = state.shards()
     for step in (1, 2):
-        kept.save(Snapshot(step=step, pieces=pieces, state={"optimizer": packed}), defer=step == 2)
+        kept.save(Snapshot(step=step, shards=shards, state={"optimizer": packed}), defer=step == 2)
         kept.finish_copy()
     kept.close()
 
@@ -243,7 +243,7 @@ def test_replicas_write_each_box_once(saved: dict[str, Path]) -> None:
 def _hand_over(world: World) -> None:
     """The same without a disk: from whoever holds it to a layout of other shards."""
     old = State(world, 100).remember(world, 100)
-    held, packed = old.pieces()
+    held, packed = old.shards()
     halves = part_of(world, "fsdp2 x tp2")
     assert halves is not None
     new = State(halves, 0)
@@ -327,8 +327,8 @@ def _save_until_killed(world: World, root: Path, who: int, after: int) -> None:
     for step in range(1, 40):
         for weight in weights.values():
             weight.fill_(step)
-        pieces = {name: shard_of(name, weight) for name, weight in weights.items()}
-        kept.save(Snapshot(step=step, pieces={"model": pieces}, state={"step": step}))
+        shards = {name: shard_of(name, weight) for name, weight in weights.items()}
+        kept.save(Snapshot(step=step, shards={"model": shards}, state={"step": step}))
 
 
 @pytest.mark.parametrize(("who", "after"), [(0, 47), (1, 60), (0, 140), (1, 155)])

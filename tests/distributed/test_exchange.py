@@ -35,35 +35,35 @@ WHOLE = {
 
 
 def rows(rank: int, size: int) -> list[TensorShard]:
-    pieces: list[TensorShard] = []
+    shards: list[TensorShard] = []
     for name, tensor in WHOLE.items():
         shape = tuple(tensor.shape)
         if not shape:
-            pieces.append(TensorShard(name, shape, full_slice(shape), tensor.clone()))
+            shards.append(TensorShard(name, shape, full_slice(shape), tensor.clone()))
             continue
         chunk = -(-shape[0] // size)
         start = min(chunk * rank, shape[0])
         part = tensor[start : start + chunk].clone()
-        box = TensorSlice((start, *(0,) * (len(shape) - 1)), tuple(part.shape))
-        pieces.append(TensorShard(name, shape, box, part))
-    return pieces
+        region = TensorSlice((start, *(0,) * (len(shape) - 1)), tuple(part.shape))
+        shards.append(TensorShard(name, shape, region, part))
+    return shards
 
 
 def columns(rank: int, size: int) -> list[TensorShard]:
-    pieces: list[TensorShard] = []
-    for piece in rows(0, 1):
-        if piece.name != "w":
-            pieces.append(piece)
+    shards: list[TensorShard] = []
+    for shard in rows(0, 1):
+        if shard.name != "w":
+            shards.append(shard)
             continue
-        part = piece.tensor.tensor_split(size, dim=1)[rank].clone()
-        start = sum(one.shape[1] for one in piece.tensor.tensor_split(size, dim=1)[:rank])
-        pieces.append(TensorShard("w", (7, 10), TensorSlice((0, start), tuple(part.shape)), part))
-    return pieces
+        part = shard.tensor.tensor_split(size, dim=1)[rank].clone()
+        start = sum(one.shape[1] for one in shard.tensor.tensor_split(size, dim=1)[:rank])
+        shards.append(TensorShard("w", (7, 10), TensorSlice((0, start), tuple(part.shape)), part))
+    return shards
 
 
-def emptied(pieces: list[TensorShard]) -> list[TensorShard]:
+def emptied(shards: list[TensorShard]) -> list[TensorShard]:
     return [
-        TensorShard(one.name, one.shape, one.box, torch.full_like(one.tensor, 1)) for one in pieces
+        TensorShard(one.name, one.shape, one.region, torch.full_like(one.tensor, 1)) for one in shards
     ]
 
 
@@ -82,8 +82,8 @@ def _reshard(world: World, chunk_bytes: int) -> None:
     ):
         wanted = emptied(good)
         redistribute(held, wanted)
-        for piece, expected in zip(wanted, good, strict=True):
-            assert torch.equal(piece.tensor, expected.tensor), piece.name
+        for shard, expected in zip(wanted, good, strict=True):
+            assert torch.equal(shard.tensor, expected.tensor), shard.name
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 64 << 20])

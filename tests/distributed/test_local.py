@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.distributed.ranks import run_ranks
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.local import Averaging, LocalRules
+from yunlu.training.communication.local import WeightAveraging, LocalRules
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +28,7 @@ def _meet(rank: int, size: int, store: str) -> Transport:
 
 def _lose_one(rank: int, store: str) -> tuple[int, list[float], str]:
     weights = [torch.zeros(200_000)]
-    averaging = Averaging(
+    averaging = WeightAveraging(
         weights, _meet(rank, 3, store), LocalRules(every=2, delay=1, codec="int8")
     )
     said = ""
@@ -69,7 +69,7 @@ def _learn(rank: int, size: int, store: str, figures: dict[str, Any]) -> list[fl
     teacher = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     rules = LocalRules(**figures)
-    averaging = Averaging(list(model.parameters()), _meet(rank, size, store), rules)
+    averaging = WeightAveraging(list(model.parameters()), _meet(rank, size, store), rules)
     numbers = torch.Generator().manual_seed(rank)
     for step in range(1, 241):
         inputs = torch.randn(64 // size, 8, generator=numbers)

@@ -52,7 +52,7 @@ def _move(rank: int, directory: str) -> tuple[list[float], list[int]]:
         world = form_world(layout, rank, store, device=CPU)
         engine = build(world, micro_batch)
         if before is not None:
-            held = join_groups(before.state.pieces())
+            held = join_groups(before.state.shards())
             wanted = engine.state.wanted(gather_specs(held))
             redistribute(held, join_groups(wanted))
             numbers = json.loads(json.dumps(before.state.numbers()))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import Yunlu
 from tests.unit.training import tiny_hf
+from tests.waiting import wait_until
 from yunlu.runs.events import AttemptStarted, ErrorRaised, ProgressReported
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, RunStore
@@ -129,10 +130,17 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
     command = [sys.executable, "-m", "yunlu.cli.main", *command, "--set", "model.adapter=lora"]
     subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
     run = the_run(home, "halted")
-    while not any(step >= 25 for step in _losses(run)):
-        assert not [e for e, _ in run.read_events() if isinstance(e, ErrorRaised)]
-    lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
-    worker = psutil.Process(lives[0].pid)
+
+    def lives() -> list[AttemptStarted]:
+        return [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
+
+    def check() -> None:
+        assert not [event for event, _ in run.read_events() if isinstance(event, ErrorRaised)]
+
+    wait_until(lives, "a worker")
+    worker = psutil.Process(lives()[0].pid)
+    worker.nice(19)  # on a busy machine, too, it is halted before it is done
+    wait_until(lambda: max(_losses(run), default=0) >= 25, "step 25", meanwhile=check, pause_s=0.01)
     worker.send_signal(signal.SIGTERM)
     worker.wait()
     assert not (run.path / Area.MODEL).exists(), "it ended before it could be halted"

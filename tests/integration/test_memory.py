@@ -49,8 +49,8 @@ def train(room_bytes: float | None, sizes: Sequence[int]) -> dict[str, Any]:
             loss, size = with_less_memory(
                 attempt,
                 min([sizes[step], *used]),
-                undo=start.bring_back,
-                told=lambda size, message: told.append((size, message)),
+                undo=start.restore,
+                on_shrink=lambda size, message: told.append((size, message)),
             )
             optimizer.step()
             optimizer.zero_grad()

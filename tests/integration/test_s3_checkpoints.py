@@ -98,7 +98,7 @@ def _save_half(world: Any, options: dict[str, Any]) -> None:
     half = TensorShard(
         "w", (10,), TensorSlice((5 * world.rank,), (5,)), torch.full((5,), float(world.rank))
     )
-    kept.save(Snapshot(step=1, pieces={"model": {"w": half}}, state={}))
+    kept.save(Snapshot(step=1, shards={"model": {"w": half}}, state={}))
     kept.close()
 
 

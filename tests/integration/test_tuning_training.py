@@ -102,7 +102,7 @@ def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunSto
     assert states[-2].state == "stopping"
     write_verdict(run, {"until": 2})
     assert train(run) == "stopped"  # nobody says how it goes on: it holds itself
-    assert read_story(run).reason == "held at rung 2: nobody said how it goes on"
+    assert read_story(run).reason == "held at rung 2: no decision from the study"
     write_verdict(run, {})
     assert train(run) == "finished"
     steps = [record["step"] for record, _ in run.read_metrics()]
@@ -188,7 +188,7 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
     run = make_trial(job, {"until": 2})
     lifecycle.start(run)
     wait_for_rest(run, "stopped")
-    assert read_story(run).reason == "held at rung 2: nobody said how it goes on"
+    assert read_story(run).reason == "held at rung 2: no decision from the study"
     assert [rung for rung, _ in scores(run)] == [1, 2]
     write_verdict(run, {"until": 400})
     lifecycle.resume(run)

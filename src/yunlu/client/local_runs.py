@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.follow import LogCursor, RunUpdate
-    from yunlu.jobs.plan_options import Outlook
+    from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
     from yunlu.jobs.resize import WorkerResize
@@ -44,11 +44,11 @@ class LocalJobs:
 
         return check_job(job, overrides=overrides)
 
-    def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> Outlook:
+    def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> PlanOutcome:
         """As ``JobVerbs.plan``."""
-        from yunlu.jobs.plan_options import look_ahead
+        from yunlu.jobs.plan_options import search_options
 
-        return look_ahead(job, top=top, everything=candidates)
+        return search_options(job, top=top, everything=candidates)
 
     def measure(self, job: Job, *, on_event: Callable[[Event], None] | None = None) -> Plan:
         """As ``JobVerbs.measure``."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.doctor import MachineFindings
     from yunlu.jobs.follow import LogCursor, RunUpdate
     from yunlu.jobs.machine_probe import ForgottenRuns, ProbeProgress, ProbeResult
-    from yunlu.jobs.plan_options import Outlook
+    from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report
     from yunlu.jobs.resize import WorkerResize
@@ -62,7 +62,7 @@ class JobVerbs(Protocol):
         """Check a job file: the job, or every problem of it."""
         ...
 
-    def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> Outlook:
+    def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> PlanOutcome:
         """Choose hardware and layouts, predict time and cost; optionally list all candidates."""
         ...
 

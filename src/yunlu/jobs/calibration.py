@@ -63,15 +63,15 @@ def stored_probe() -> MachineProfile | None:
             probes += parse_profiles(path.read_bytes())
     with suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
-        probes = [each for each in probes if is_same_version(each.torch, torch)]
-    return choose_profile([each for each in probes if knows_threads(each)] or probes)
+        probes = [probe for probe in probes if is_same_version(probe.torch, torch)]
+    return choose_profile([probe for probe in probes if knows_threads(probe)] or probes)
 
 
 def knows_threads(probed: MachineProfile) -> bool:
     """Whether it was measured with as many threads as torch takes here."""
-    asked = worker_environment().get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdecimal() and int(asked) > 0:
-        return probed.knows(int(asked))
+    requested = worker_environment().get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if requested.isdecimal() and int(requested) > 0:
+        return probed.knows(int(requested))
     # Only torch knows whether it takes a core's second thread, too; fewer were asked for.
     return probed.kind != "cpu" or probed.threads in _usual_threads()
 
@@ -106,7 +106,7 @@ def device_of(probed: MachineProfile) -> DeviceModel:
         if (rate := probed.products_per_s(precision)) is not None
     }
     link = probed.link.all_reduce.bytes_per_s if probed.link else probed.memory_bytes_per_s / 8
-    said = f"measured by yunlu probe on {probed.host} with torch {probed.torch}"
+    given = f"measured by yunlu probe on {probed.host} with torch {probed.torch}"
     fields = ("memory_bytes", "memory_bytes_per_s", "peak_flops", "link_bytes_per_s", "reachable")
     return DeviceModel(
         name=probed.name,
@@ -121,7 +121,7 @@ def device_of(probed: MachineProfile) -> DeviceModel:
         network_bytes_per_s=link,
         reachable=1.0,
         aliases=(HERE,),
-        sources=dict.fromkeys(fields, said),
+        sources=dict.fromkeys(fields, given),
     )
 
 
@@ -176,10 +176,10 @@ def read_calibration(*, refresh: bool = False) -> Calibration:
         with suppress(StoreError):  # what is known can be shown where nothing can be added
             learn_from(_finished_runs())
     try:
-        found = learnt.parse_calibration(_file().read_bytes())
+        calibration = learnt.parse_calibration(_file().read_bytes())
     except OSError:
         return Calibration()
-    return Calibration(figures=tuple(map(_without_place, found.figures)))
+    return Calibration(figures=tuple(map(_without_place, calibration.figures)))
 
 
 def _without_place(figure: RunMeasurement) -> RunMeasurement:
@@ -190,14 +190,14 @@ def _without_place(figure: RunMeasurement) -> RunMeasurement:
 
 def learn_from(runs: Iterable[RunStore]) -> int:
     """Add what these runs measured; how many were new. A run counts once, however often it is read."""
-    known = {each.run for each in read_calibration().figures}
+    known = {one_figure.run for one_figure in read_calibration().figures}
     fresh = [run for run in runs if name_run(Path(run.address)) not in known]
     figures = [figure for run in fresh for figure in figures_of(run)]
     if not figures:
         return 0
     with _alone():
         _write(learnt.learn(read_calibration(), figures))
-    return len({each.run for each in figures})
+    return len({one_figure.run for one_figure in figures})
 
 
 def forget_deleted() -> int:
@@ -206,7 +206,11 @@ def forget_deleted() -> int:
     there = {name_run(Path(run.address)) for run in find_runs(home, having=Document.JOB)}
 
     def find_gone() -> set[str]:
-        ours = {each.run for each in read_calibration().figures if each.run.startswith(_hash(home))}
+        ours = {
+            figure.run
+            for figure in read_calibration().figures
+            if figure.run.startswith(_hash(home))
+        }
         return ours - there
 
     if not find_gone():
@@ -219,7 +223,7 @@ def forget_deleted() -> int:
 
 def forget_all() -> int:
     """Drop every lesson and every probe; how many runs had taught."""
-    taught = {each.run for each in read_calibration().figures}
+    taught = {figure.run for figure in read_calibration().figures}
     folder = read_settings().cache / FOLDER
     try:
         for path in (_file(), *(folder.glob("*.json") if folder.is_dir() else ())):

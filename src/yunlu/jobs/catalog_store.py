@@ -53,8 +53,8 @@ def home() -> Path:
 
 def open_catalog() -> Catalog:
     """Everything known: what ships, what was imported, what was added."""
-    place = home()
-    return load_catalog((place,) if place.is_dir() else ())
+    index = home()
+    return load_catalog((index,) if index.is_dir() else ())
 
 
 def read_added() -> Additions:
@@ -132,10 +132,10 @@ def update(path: Path, *, cloud: str | None = None) -> list[Table]:
     useful = [table for table in tables if table.imported.offers]
     if not useful:
         raise _nothing_useful(path, tables)
-    with _locked() as place:
+    with _locked() as index:
         for table in useful:
             text = write_offers(table.imported.offers)
-            write_atomically(place / f"{CLOUD_TABLE}{table.cloud}.csv", text)
+            write_atomically(index / f"{CLOUD_TABLE}{table.cloud}.csv", text)
         _write_added(read_added())  # prices set by hand stand on what was imported
     return tables
 
@@ -158,18 +158,18 @@ def _find_tables(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise CatalogError(f"There is no file or directory {path}.")
-    found = sorted(path.rglob("vms.csv"))
-    if not found:
+    result = sorted(path.rglob("vms.csv"))
+    if not result:
         raise CatalogError(
             f"{path} holds no vms.csv.", hint="name the directory of a version: catalogs/v8"
         )
-    clouds = [file.parent.name.lower() for file in found]
+    clouds = [file.parent.name.lower() for file in result]
     if twice := sorted({name for name in clouds if clouds.count(name) > 1}):
         raise CatalogError(
             f"{path} holds several tables of {', '.join(twice)}.",
             hint="name the directory of one version: catalogs/v8",
         )
-    return found
+    return result
 
 
 def _read_table(path: Path, cloud: str | None, catalog: Catalog) -> Table:
@@ -223,21 +223,21 @@ def _nothing_useful(path: Path, tables: list[Table]) -> CatalogError:
 @contextmanager
 def _locked() -> Generator[Path]:
     """One writer at a time: two that add at once must not lose each other's."""
-    place = home()
+    index = home()
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        index.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CatalogError(f"{place} cannot be made: {error.strerror}") from error
-    with (place / ".lock").open("w") as file:
+        raise CatalogError(f"{index} cannot be made: {error.strerror}") from error
+    with (index / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield place
+        yield index
 
 
 def _write_added(added: Additions) -> None:
-    place = home()
+    index = home()
     devices = [entry.to_device() for entry in added.devices]
     # Prices are set on what stands below them, never on themselves.
-    below = load_catalog((place,), leave_out="offers-own.csv").every_offer
+    below = load_catalog((index,), leave_out="offers-own.csv").every_offer
     known = Catalog(devices=(*load_catalog().devices, *devices), every_offer=below)
     offers = list(offers_of(added, known))
     if orphan := next((offer for offer in below if not known.has_device(offer.device)), None):
@@ -245,13 +245,13 @@ def _write_added(added: Additions) -> None:
             f"{orphan.key} needs the device {orphan.device}, which would be gone.",
             hint=f"yunlu catalog remove {orphan.cloud} first",
         )
-    write_atomically(place / "sources.csv", _sources_table(devices))
-    write_atomically(place / "devices.csv", _devices_table(devices))
-    write_atomically(place / "offers-own.csv", write_offers(offers))
+    write_atomically(index / "sources.csv", _sources_table(devices))
+    write_atomically(index / "devices.csv", _devices_table(devices))
+    write_atomically(index / "offers-own.csv", write_offers(offers))
     text = json.dumps(
         added.model_dump(mode="json", exclude_none=True), indent=1, ensure_ascii=False
     )
-    write_atomically(place / "own.json", text)
+    write_atomically(index / "own.json", text)
 
 
 def _check_needed(added: Additions, left: Additions) -> None:

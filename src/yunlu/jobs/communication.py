@@ -80,7 +80,14 @@ class Chosen(Value):
 
     def expectation(self, quantity: str) -> Expectation | None:
         """Predicted beside measured, where at least one of them is known."""
-        return next((each for each in self.expectations if each.quantity == quantity), None)
+        return next(
+            (
+                one_expectation
+                for one_expectation in self.expectations
+                if one_expectation.quantity == quantity
+            ),
+            None,
+        )
 
 
 class Communication(Value):
@@ -103,12 +110,14 @@ def read_communication(log: RunLog) -> Communication | None:
     records = [record for record in log.records if "at" in record]
     ends = [event.at for event in events[1:]] + [math.inf]
     choices = [
-        _read_choice(event, [each for each in records if event.at <= each["at"] < end])
+        _read_choice(
+            event, [one_record for one_record in records if event.at <= one_record["at"] < end]
+        )
         for event, end in zip(events, ends, strict=True)
     ]
     # What was replaced before a step was made with it, or whose steps were undone, tells nothing.
-    kept = [each for each in choices[:-1] if each.steps or each.aside] + choices[-1:]
-    return Communication(choices=tuple(kept))
+    retained = [choice for choice in choices[:-1] if choice.steps or choice.aside] + choices[-1:]
+    return Communication(choices=tuple(retained))
 
 
 def communication_lines(communication: Communication) -> Iterator[str]:
@@ -118,9 +127,9 @@ def communication_lines(communication: Communication) -> Iterator[str]:
     reason = without_name(newest).split("; ")
     yield f"{newest.name} ({newest.guarantee}): {'; '.join(dict.fromkeys((reason[0], reason[-1])))}"
     parts: list[str] = []
-    told = newest.expectation("step_s")
-    if told is not None and told.measured is not None:
-        parts.append(f"{show_duration(told.measured)} a step" + _beside(told, show_duration))
+    result = newest.expectation("step_s")
+    if result is not None and result.measured is not None:
+        parts.append(f"{show_duration(result.measured)} a step" + _beside(result, show_duration))
     sent = newest.expectation("sent_bytes")
     if sent is not None and sent.measured is not None:
         parts.append(f"{show_bytes(sent.measured)} sent a step" + _beside(sent, show_bytes))
@@ -128,11 +137,11 @@ def communication_lines(communication: Communication) -> Iterator[str]:
         parts.append(f"packing leaves out {newest.compression_error:.2%}")
     if parts:
         yield "; ".join(parts)
-    for each in communication.choices:
-        if each.aside:
-            yield f"at step {each.from_step + 1:,} {each.reason.rpartition('; ')[2]}"
+    for choice in communication.choices:
+        if choice.aside:
+            yield f"at step {choice.from_step + 1:,} {choice.reason.rpartition('; ')[2]}"
     before = [
-        each.name for each, after in pairwise(communication.choices) if each.name != after.name
+        item.name for item, after in pairwise(communication.choices) if item.name != after.name
     ]
     if before:
         yield f"before step {newest.from_step + 1:,}: {', then '.join(before[-3:])}"
@@ -213,11 +222,11 @@ def _usual(
     records: Sequence[Record], read: Callable[[Record], float | None], *, every: int = 1
 ) -> float | None:
     """The median over stretches of the mean step: each stretch holds as many exchanges as the next."""
-    found = [
+    matching_values = [
         value for record in records if (value := read(record)) is not None and math.isfinite(value)
     ]
-    whole = len(found) - len(found) % every or len(found)
-    stretches = [found[start : start + every] for start in range(0, whole, every)]
+    whole = len(matching_values) - len(matching_values) % every or len(matching_values)
+    stretches = [matching_values[start : start + every] for start in range(0, whole, every)]
     return median(fmean(stretch) for stretch in stretches) if stretches else None
 
 
@@ -234,14 +243,14 @@ def _candidates(event: CommunicationChosen) -> Iterator[Candidate]:
 def _links(links: MeasuredLinks) -> Iterator[HostLinks]:
     hosts = list(dict.fromkeys(links.hosts))
     spans = links.compute_s or (0.0,) * len(links.hosts)
-    for place, host in enumerate(hosts):
+    for index, host in enumerate(hosts):
         here = [span for at, span in zip(links.hosts, spans, strict=True) if at == host and span]
         yield HostLinks(
             host=host,
             workers=links.hosts.count(host),
-            send_bytes_per_s=links.send_bytes_per_s[place],
-            receive_bytes_per_s=links.receive_bytes_per_s[place],
-            bytes_per_s=links.bytes_per_s[place],
-            latency_s=links.latency_s[place],
+            send_bytes_per_s=links.send_bytes_per_s[index],
+            receive_bytes_per_s=links.receive_bytes_per_s[index],
+            bytes_per_s=links.bytes_per_s[index],
+            latency_s=links.latency_s[index],
             compute_s=max(here, default=None),
         )

@@ -57,7 +57,7 @@ def _measured(log: RunLog, predicted: dict[str, Any]) -> dict[str, float | None]
     memory = [value for _, value in points(log.records, "memory_bytes")]
     samples = samples_of_steps(log.records)
     # As the worker counts: a step waits for data and computes; a stall is not part of it.
-    busy = sorted(step_s(each) for each in log.records)
+    busy = sorted(step_s(record) for record in log.records)
     busy_s = sum(busy)
     total_s = log.wall_s or None
     price, planned_s = predicted.get("dollars"), predicted.get("total_s")

@@ -24,10 +24,10 @@ def thin(points: Sequence[Point], limit: int = 1000) -> list[Point]:
     buckets = (limit - 2) // (3 if broken else 2)
     inner = points[1:-1]
     edges = [round(i * len(inner) / buckets) for i in range(buckets + 1)]
-    kept = [points[0]]
+    retained = [points[0]]
     for start, end in pairwise(edges):
-        kept += _extremes(inner[start:end])
-    return [*kept, points[-1]]
+        retained += _extremes(inner[start:end])
+    return [*retained, points[-1]]
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -59,7 +59,10 @@ def _trailing_mean(values: Sequence[float], keep: float) -> list[float]:
 
 def _extremes(bucket: Sequence[Point]) -> list[Point]:
     finite = [i for i, (_, value) in enumerate(bucket) if math.isfinite(value)]
-    kept = {next((i for i, (_, value) in enumerate(bucket) if not math.isfinite(value)), None)}
+    retained = {next((i for i, (_, value) in enumerate(bucket) if not math.isfinite(value)), None)}
     if finite:
-        kept |= {min(finite, key=lambda i: bucket[i][1]), max(finite, key=lambda i: bucket[i][1])}
-    return [bucket[i] for i in sorted(i for i in kept if i is not None)]
+        retained |= {
+            min(finite, key=lambda i: bucket[i][1]),
+            max(finite, key=lambda i: bucket[i][1]),
+        }
+    return [bucket[i] for i in sorted(i for i in retained if i is not None)]

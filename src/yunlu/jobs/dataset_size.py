@@ -30,7 +30,7 @@ _READ_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
+class DatasetSize:
     """Samples of each part."""
 
     train: int
@@ -38,19 +38,19 @@ class Amounts:
     test: int
 
 
-def count_amounts(job: Job, *, seq: int) -> Amounts:
+def measure_dataset(job: Job, *, seq: int) -> DatasetSize:
     """Samples that the job trains, validates and tests on; ``seq`` tokens each where text is one stream."""
     data = job.data
     if data.samples is not None or data.tokens is not None:
         tokens = data.tokens or 0
         train = data.samples or max(1, round(tokens / seq))
-        kept = 1.0 - data.split.validation - data.split.test
-        held = {part: round(train * getattr(data.split, part) / kept) for part in _HELD_OUT}
-        return _limited(Amounts(train=train, **held), data)
+        retained = 1.0 - data.split.validation - data.split.test
+        held = {part: round(train * getattr(data.split, part) / retained) for part in _HELD_OUT}
+        return _limited(DatasetSize(train=train, **held), data)
     scheme, _, name = data.train.partition(":")
     if scheme == "synthetic" and name in _SYNTHETIC_PARTS:
         train, validation, test = _SYNTHETIC_PARTS[name]
-        return _limited(Amounts(train=train, validation=validation, test=test), data)
+        return _limited(DatasetSize(train=train, validation=validation, test=test), data)
     whole = _count(job, data.train, seq)
     parts: dict[str, int] = {}
     for part in _HELD_OUT:
@@ -58,7 +58,7 @@ def count_amounts(job: Job, *, seq: int) -> Amounts:
         share = getattr(data.split, part)
         parts[part] = _count(job, own, seq) if own is not None else round(whole * share)
     held_out = sum(parts[part] for part in _HELD_OUT if getattr(data, part) is None)
-    return _limited(Amounts(train=max(whole - held_out, 1), **parts), data)
+    return _limited(DatasetSize(train=max(whole - held_out, 1), **parts), data)
 
 
 def block_length(job: Job) -> int:
@@ -75,10 +75,10 @@ def block_length(job: Job) -> int:
 _HELD_OUT = ("validation", "test")
 
 
-def _limited(amounts: Amounts, data: DataSpec) -> Amounts:
+def _limited(amounts: DatasetSize, data: DataSpec) -> DatasetSize:
     if data.limit is None:
         return amounts
-    return Amounts(
+    return DatasetSize(
         train=min(amounts.train, data.limit),
         validation=min(amounts.validation, data.limit),
         test=min(amounts.test, data.limit),
@@ -118,14 +118,14 @@ def _files(source: str) -> Iterator[Path]:
     """The files behind a local path; anything else cannot be counted at a glance."""
     path = Path(source).expanduser()
     try:
-        found = (
-            [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+        matches = (
+            [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file())
         )
     except OSError:
-        found = []
-    if not found:
+        matches = []
+    if not matches:
         raise _uncounted(source)
-    yield from found
+    yield from matches
 
 
 def _count_file(file: Path, source: str) -> int:

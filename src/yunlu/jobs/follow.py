@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.value import Value
-from yunlu.jobs.run import new_record, settle, take_event
+from yunlu.jobs.run import advance_record, detect_lost, new_record
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.events import Event
 from yunlu.runs.run_store import Log, log_end
@@ -70,7 +70,7 @@ def follow(
     while True:
         batch: list[FollowedItem] = []
         for event, after in run.read_events(offset=events_at):
-            record, events_at = take_event(record, event, after), after
+            record, events_at = advance_record(record, event, after), after
             if after > since.events:
                 batch.append(event)
         for metric, after in run.read_metrics(offset=metrics_at):
@@ -81,7 +81,7 @@ def follow(
         if not record.state.is_active and not batch:
             return
         if not batch and time.monotonic() - checked_at > _CHECK_S:
-            settle(run, record)
+            detect_lost(run, record)
             checked_at = time.monotonic()
         if record.state.is_active:
             time.sleep(poll_s)

@@ -55,7 +55,7 @@ def true_tokens(records: Sequence[Record]) -> dict[int, float]:
     }
 
 
-def find(
+def find_issues(
     log: RunLog,
     *,
     plan: Plan | None,
@@ -64,7 +64,7 @@ def find(
     worker_group: WorkerGroupHistory | None = None,
 ) -> tuple[Finding, ...]:
     """What stands out, the most serious first."""
-    found = [
+    result = [
         *_about_crew(worker_group),
         *_about_memory(incidents),
         *_about_rollbacks(incidents),
@@ -73,7 +73,7 @@ def find(
         *_about_noise(log.records),
         *_about_padding(padding, plan),
     ]
-    return tuple(Finding(key=key, fields=fields) for key, fields in found)
+    return tuple(Finding(key=key, fields=fields) for key, fields in result)
 
 
 _Said = tuple[str, dict[str, str]]
@@ -101,7 +101,7 @@ def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
     if worker_group.redone_steps:
         yield "redone", {"count": f"{worker_group.redone_steps:,}"}
     if worker_group.stragglers:
-        worst = max(worker_group.stragglers, key=lambda each: each.ratio)
+        worst = max(worker_group.stragglers, key=lambda item: item.ratio)
         yield (
             "straggler",
             {
@@ -174,8 +174,8 @@ def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
     if not late or not sizes:
         return
     scale, batch = median(late), median(sizes[len(sizes) * 3 // 4 :])
-    place = "below" if batch * _FAR < scale else "above" if batch > scale * _FAR else "near"
-    yield f"noise_{place}", {"batch": show_count(round(batch)), "scale": show_count(round(scale))}
+    index = "below" if batch * _FAR < scale else "above" if batch > scale * _FAR else "near"
+    yield f"noise_{index}", {"batch": show_count(round(batch)), "scale": show_count(round(scale))}
 
 
 def _about_padding(padding: PaddingCost | None, plan: Plan | None) -> Iterator[_Said]:

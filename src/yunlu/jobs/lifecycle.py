@@ -27,11 +27,11 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.jobs.run import (
     RunRecord,
+    detect_lost,
     error_of,
     log_tail,
     move,
     new_record,
-    settle,
     worker_of,
 )
 from yunlu.jobs.run_creation import create_run
@@ -185,10 +185,10 @@ def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
 def stop(run: str | RunStore, *, now: bool = False) -> RunRecord:
     """Stop a run and wait until it is no longer active; nothing to do where it is not."""
     store = find(run) if isinstance(run, str) else run
-    record = settle(store, request_stop(store, now=now))
+    record = detect_lost(store, request_stop(store, now=now))
     while record.state.is_active:
         time.sleep(_POLL_S)
-        record = settle(store, record)
+        record = detect_lost(store, record)
     return record
 
 
@@ -231,7 +231,7 @@ def read_record(run: RunStore) -> RunRecord:
     record = new_record(run)
     if record is None:
         raise not_a_run(run)
-    return settle(run, record)
+    return detect_lost(run, record)
 
 
 def make_plan(

@@ -48,7 +48,7 @@ _PACKAGES = ("yunlu", "torch", "transformers", "peft", "keras")
 _WORDS_SHOWN = 5
 
 
-class FoundShape(Value):
+class MeasuredShape(Value):
     """A shape, and where it is from."""
 
     shape: ModelShape
@@ -61,45 +61,45 @@ class FoundShape(Value):
     """Samples to train on, where the data was looked at."""
 
 
-def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> FoundShape:
+def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> MeasuredShape:
     """The shape of the job's model; only what no description tells is measured, in a process.
 
     Args:
         job: Its task, model and data.
         command: Another program that measures, in the place of ours.
     """
-    found = _described(job, command) or _from_arguments(job) or _measured(job, command)
-    seq = found.seq or found.shape.tokens_per_sample or None
-    if job.data.max_length != "auto" and found.shape.kind not in {"measured", "vision"}:
+    result = _described(job, command) or _from_arguments(job) or _measured(job, command)
+    seq = result.seq or result.shape.tokens_per_sample or None
+    if job.data.max_length != "auto" and result.shape.kind not in {"measured", "vision"}:
         seq = job.data.max_length
-    longest = found.shape.longest
+    longest = result.shape.longest
     if longest and seq is not None and seq > longest:
         raise ModelError(
             f"data.max_length: {seq} tokens are more than {job.model.name} has positions.",
             hint=f"data.max_length may be {longest} at most",
         )
-    return found.model_copy(update={"seq": seq})
+    return result.model_copy(update={"seq": seq})
 
 
-def _described(job: Job, command: Sequence[str]) -> FoundShape | None:
+def _described(job: Job, command: Sequence[str]) -> MeasuredShape | None:
     """From a ``config.json``: in a directory, known here, or fetched alone from the hub."""
     name = job.model.name
-    place = Path(name.removeprefix(_PREFIX)).expanduser()
-    if (place / "config.json").is_file():
-        config, where = _read(place / "config.json"), str(place / "config.json")
+    index = Path(name.removeprefix(_PREFIX)).expanduser()
+    if (index / "config.json").is_file():
+        config, where = _read(index / "config.json"), str(index / "config.json")
         source: Literal["known", "config"] = "config"
-    elif not name.startswith(_PREFIX) or place.is_dir():
+    elif not name.startswith(_PREFIX) or index.is_dir():
         return None
     elif (known := find_config(name)) is not None:
         config, where, source = known, f"{name} (built in)", "known"
     else:
-        config, where, source = _fetch(str(place), command), f"{name}: config.json", "config"
+        config, where, source = _fetch(str(index), command), f"{name}: config.json", "config"
     config = {**config, **job.model.args}
-    if place.is_dir() and not can_describe(config):
+    if index.is_dir() and not can_describe(config):
         return None  # it is here, so it can be measured
     shape = shape_from_config(config, where=where, head=_HEADS.get(job.task))
     adapted = {"name": name.removeprefix(_PREFIX), "adapter": own_adapter(job.model.adapter)}
-    return FoundShape(shape=shape.model_copy(update=adapted), source=source)
+    return MeasuredShape(shape=shape.model_copy(update=adapted), source=source)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_arguments(job: Job) -> FoundShape | None:
+def _from_arguments(job: Job) -> MeasuredShape | None:
     """Our own transformer, where the job says how many tokens there are."""
     kind = _TRANSFORMERS.get(job.task)
     if kind is None or job.model.name != "transformer" or job.data.max_length == "auto":
@@ -130,25 +130,25 @@ def _from_arguments(job: Job) -> FoundShape | None:
     except TypeError:
         return None  # an argument it does not have: the builder says so better
     adapted = shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
-    return FoundShape(shape=adapted, source="arguments")
+    return MeasuredShape(shape=adapted, source="arguments")
 
 
-def _measured(job: Job, command: Sequence[str]) -> FoundShape:
+def _measured(job: Job, command: Sequence[str]) -> MeasuredShape:
     path = read_settings().cache / "shapes" / f"{_fingerprint(job)}.json"
     try:
-        return FoundShape.model_validate_json(path.read_bytes())
+        return MeasuredShape.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never measured, torn, or of another version
     answer = _ask(command, job.model_dump_json())["found"]
-    found = FoundShape(
+    result = MeasuredShape(
         shape=ModelShape.model_validate(answer["shape"]),
         source="measured",
         note=answer["note"],
         seq=answer["seq"],
         train_samples=answer["train_samples"],
     )
-    _keep(path, found.model_dump_json())
-    return found
+    _keep(path, result.model_dump_json())
+    return result
 
 
 def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
-        words = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
+        text = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
         raise TrainingError(
-            f"the model could not be measured (exit code {done.returncode}):\n{words}",
+            f"the model could not be measured (exit code {done.returncode}):\n{text}",
             hint="yunlu validate JOB checks the job; yunlu doctor checks the installation",
         ) from error
     if "error" in answer:
@@ -206,7 +206,7 @@ def _every_kind(kind: type[YunluError]) -> list[type[YunluError]]:
 
 def _fingerprint(job: Job) -> str:
     """Changes with whatever a measured shape depends on: model, data, code and packages."""
-    told = {
+    result = {
         "task": job.task,
         "model": job.model.model_dump(mode="json"),
         "data": job.data.model_dump(mode="json"),
@@ -214,7 +214,7 @@ def _fingerprint(job: Job) -> str:
         "packages": [_version(package) for package in _PACKAGES],
         "files": [_stamp(path) for path in _files(job)],
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _files(job: Job) -> list[Path]:

@@ -40,7 +40,7 @@ _BUSY = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supply:
+class MatchingOffers:
     """Hardware to choose from, what it costs, and what to know about it."""
 
     configs: tuple[HardwareConfig, ...]
@@ -48,7 +48,7 @@ class Supply:
     notes: tuple[str, ...]
 
 
-def find_supply(job: Job, catalog: Catalog) -> Supply:
+def find_offers(job: Job, catalog: Catalog) -> MatchingOffers:
     """All that the job's goal allows."""
     goal, notes = job.goal, list[str]()
     _refuse_here(goal)
@@ -71,7 +71,7 @@ def find_supply(job: Job, catalog: Catalog) -> Supply:
             replace(config, memory_bytes=min(config.memory_bytes, limit * 1e9))
             for config in configs
         )
-    return Supply(configs=configs, prices=prices, notes=tuple(notes))
+    return MatchingOffers(configs=configs, prices=prices, notes=tuple(notes))
 
 
 def can_train(catalog: Catalog, device: str) -> bool:
@@ -81,30 +81,30 @@ def can_train(catalog: Catalog, device: str) -> bool:
     return catalog.device(device).kind in _TRAINABLE_KINDS and device not in _TOO_OLD
 
 
-def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
+def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
     """The question with this machine as earlier runs of the same job measured it.
 
     ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
     and batch are predicted, and the ratio is taken to hold for the others too, though less surely.
     """
-    place = next((place for place, config in enumerate(question.configs) if config.is_here), None)
-    if place is None:
+    index = next((index for index, config in enumerate(question.configs) if config.is_here), None)
+    if index is None:
         return question
-    config, work = question.configs[place], name_work(job)
-    figures = [each for each in read_calibration().figures
-               if each.work == work and each.device == config.device
-               and each.busy <= _BUSY]  # fmt: skip
+    config, work = question.configs[index], name_work(job)
+    figures = [figure for figure in read_calibration().figures
+               if figure.work == work and figure.device == config.device
+               and figure.busy <= _BUSY]  # fmt: skip
     if not figures:
         return question
-    precision = max(figures, key=lambda each: each.at).precision
+    precision = max(figures, key=lambda item: item.at).precision
     point = _foretell_run(question, config, precision, batch)
     if point is None:
         return question
 
     def measured(quantity: Quantity) -> float | None:
-        found = [each.measured for each in figures
-                 if each.quantity == quantity and each.precision == precision]  # fmt: skip
-        return median(found) if found else None
+        result = [figure.measured for figure in figures
+                 if figure.quantity == quantity and figure.precision == precision]  # fmt: skip
+        return median(result) if result else None
 
     step_s, held = measured("step_s"), measured("memory_bytes")
     # Without the learned correction: what was measured here takes its place.
@@ -123,7 +123,7 @@ def correct_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
             memory=held is not None,
         ),
     )
-    configs = (*question.configs[:place], corrected, *question.configs[place + 1 :])
+    configs = (*question.configs[:index], corrected, *question.configs[index + 1 :])
     return replace(question, configs=configs)
 
 
@@ -136,13 +136,13 @@ def _foretell_run(
         return None
     one = replace(config, devices=1, domain=1)
     single = replace(rules, batches=(batch,), pinned=dict.fromkeys(("dp", "fsdp", "tp", "pp"), 1))
-    found = search(
+    result = search(
         replace(
             question, configs=(one,), rules={precision: single}, nodes=1, least_devices=1,
             most_devices=1,
         )
     )  # fmt: skip
-    return found.points if len(found) else None
+    return result.points if len(result) else None
 
 
 def _refuse_here(goal: GoalSpec) -> None:
@@ -156,22 +156,22 @@ def _offers(goal: GoalSpec, catalog: Catalog, notes: list[str]) -> list[Offer]:
     """Those with a device, a cloud and a region that were asked for."""
     clouds = goal.cloud
     if clouds is not None and HERE not in catalog.clouds:
-        clouds = [each for each in clouds if each != HERE]
+        clouds = [cloud for cloud in clouds if cloud != HERE]
         if not clouds:
             return []
-    found = catalog.offers(gpu=goal.gpu, cloud=clouds)
+    result = catalog.offers(gpu=goal.gpu, cloud=clouds)
     if goal.region is not None:
-        found = _in_regions(goal, catalog, clouds, notes)
+        result = _in_regions(goal, catalog, clouds, notes)
     if goal.gpu is None:
-        found = _usable(found, catalog)
-    devices = sorted({offer.device for offer in found})
-    if strange := [each for each in devices if not can_train(catalog, each)]:
+        result = _usable(result, catalog)
+    devices = sorted({offer.device for offer in result})
+    if strange := [device for device in devices if not can_train(catalog, device)]:
         notes.append(f"Yunlu does not train on {', '.join(strange)} yet: only a comparison")
-    if old := [each for each in devices if each in _OLD]:
+    if old := [device for device in devices if device in _OLD]:
         notes.append(
             f"{', '.join(old)}: torch's usual build has no kernels; its CUDA 12.6 build does"
         )
-    return found
+    return result
 
 
 def _in_regions(
@@ -197,13 +197,13 @@ def _usable(offers: list[Offer], catalog: Catalog) -> list[Offer]:
 
 
 def _nothing(goal: GoalSpec, *, is_probed: bool) -> PlanError:
-    asked = {"gpu": goal.gpu, "cloud": goal.cloud, "region": goal.region}
+    requested = {"gpu": goal.gpu, "cloud": goal.cloud, "region": goal.region}
     if goal.cloud == [HERE] and not is_probed:
         return PlanError("This machine has not been probed yet.", hint="yunlu probe measures it")
-    words = ", ".join(
-        f"{name} {' or '.join(names)}" for name, names in asked.items() if names is not None
+    text = ", ".join(
+        f"{name} {' or '.join(names)}" for name, names in requested.items() if names is not None
     )
     return PlanError(
-        f"goal: the catalog has nothing with {words}." if words else "The catalog is empty.",
+        f"goal: the catalog has nothing with {text}." if text else "The catalog is empty.",
         hint="yunlu catalog lists what there is; yunlu catalog add FILE adds to it",
     )

@@ -32,12 +32,12 @@ def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
     }
     assumed, floor = list[str](), list[str]()
     for option in options:
-        each = option.hardware
-        said = terms.get((each.cloud, each.instance, each.region), "")
-        if each.nodes > 1 and ASSUMED_NETWORK in said:
-            assumed.append(f"{each.cloud}:{each.instance}")
-        if each.spot and SPOT_FLOOR in said:
-            floor.append(f"{each.cloud}:{each.instance}")
+        item = option.hardware
+        given = terms.get((item.cloud, item.instance, item.region), "")
+        if item.nodes > 1 and ASSUMED_NETWORK in given:
+            assumed.append(f"{item.cloud}:{item.instance}")
+        if item.spot and SPOT_FLOOR in given:
+            floor.append(f"{item.cloud}:{item.instance}")
     notes: list[str] = []
     if assumed:
         names = ", ".join(dict.fromkeys(assumed))
@@ -53,5 +53,5 @@ def note_prices(options: PlanOptions) -> list[str]:
     unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
     if not unknown:
         return []
-    names = ", ".join(sorted({f"{each.cloud}:{each.instance}" for each in unknown}))
+    names = ", ".join(sorted({f"{item.cloud}:{item.instance}" for item in unknown}))
     return [f"no price is known of {names}; set one with: yunlu catalog add FILE"]

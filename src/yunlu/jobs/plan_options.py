@@ -12,12 +12,12 @@ import numpy as np
 from yunlu.core.errors import DataError
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.dataset_size import Amounts, block_length, count_amounts
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
+from yunlu.jobs.dataset_size import DatasetSize, block_length, measure_dataset
 from yunlu.jobs.model_profile import find_shape
-from yunlu.jobs.offers import can_train, correct_here, find_supply
+from yunlu.jobs.offers import calibrate_here, can_train, find_offers
+from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts
 from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.hardware.catalog import Catalog
-    from yunlu.jobs.model_profile import FoundShape
+    from yunlu.jobs.model_profile import MeasuredShape
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
     from yunlu.planning.search.options import PlanOption
@@ -62,7 +62,7 @@ _RULES: dict[str, Rule] = {
 _TEXT_TASKS = {"language-modeling", "text-classification", "seq2seq"}
 
 
-class Outlook(Value):
+class PlanOutcome(Value):
     """A job's options, and every candidate with a price: hours, dollars, hardware."""
 
     options: PlanOptions
@@ -71,20 +71,20 @@ class Outlook(Value):
     """CPU seconds of the search."""
 
 
-def foresee(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
+def plan_options(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
     """The best few ways to run a job, within its goal; where there are none, the nearest."""
-    return look_ahead(job, top=top, catalog=catalog).options
+    return search_options(job, top=top, catalog=catalog).options
 
 
-def look_ahead(
+def search_options(
     job: Job, *, top: int = 3, catalog: Catalog | None = None, everything: bool = False
-) -> Outlook:
-    """As ``foresee``; with ``everything``, also all candidates, for a picture."""
+) -> PlanOutcome:
+    """As ``plan_options``; with ``everything``, also all candidates, for a picture."""
     began = time.process_time()
     if top < 1:
         raise PlanError(f"top: expected a whole number above 0, got {top}")
     catalog = catalog or open_catalog()
-    ask, notes = make_ask(job, catalog)
+    ask, notes = make_query(job, catalog)
     weighed = rank_candidates(ask)
     if not len(weighed.found) and (wider := _widen(ask, job)) is not None:
         ask, weighed = wider, rank_candidates(wider)
@@ -98,35 +98,38 @@ def look_ahead(
     notes += [*note_prices(options), *note_terms(options, ask.prices)]
     options = options.model_copy(update={"notes": tuple(notes)})
     candidates = list_candidates(ask, weighed) if everything else []
-    return Outlook(
+    return PlanOutcome(
         options=options,
         candidates=tuple(candidates),
         computed_s=time.process_time() - began,
     )
 
 
-def make_ask(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
+def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     """All that the options of a job follow from, and what was assumed."""
     described = find_shape(job)
     shape, seq = described.shape, _sequence_length(job, described)
     _refuse_layout(job, shape)
     work, batches, notes = _work(job, described, seq)
     notes += [described.note] if described.note else []
-    supply = find_supply(job, catalog)
+    supply = find_offers(job, catalog)
     least, most_devices = _devices(job)
     precision = job.train.precision
     precisions = _AUTO_PRECISIONS if precision == "auto" else (precision,)
     question = LayoutQuery(
         work=work,
         configs=supply.configs,
-        rules={each: _rules(job, shape, each, batches) for each in precisions},
+        rules={
+            one_precision: _rules(job, shape, one_precision, batches)
+            for one_precision in precisions
+        },
         least_devices=least,
         most_devices=most_devices,
     )
     goal, optimizer = job.goal, job.train.optimizer
     deadline = goal.deadline
     ask = OptionQuery(
-        question=correct_here(question, job, batch=batches[0]),
+        question=calibrate_here(question, job, batch=batches[0]),
         prices=supply.prices,
         objective=goal.objective,
         limits=GoalLimits(
@@ -140,7 +143,7 @@ def make_ask(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     return ask, [*notes, *note_lone(job), *supply.notes]
 
 
-def _sequence_length(job: Job, found: FoundShape) -> int:
+def _sequence_length(job: Job, found: MeasuredShape) -> int:
     if found.seq is not None:
         return found.seq
     if job.task not in _TEXT_TASKS:
@@ -157,15 +160,17 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
     return _RULES[optimizer.name]
 
 
-def _work(job: Job, found: FoundShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
+def _work(
+    job: Job, found: MeasuredShape, seq: int
+) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
     """How much there is to do, and the batches it may be done in."""
     train, notes = job.train, list[str]()
-    amounts: Amounts | None = None
+    amounts: DatasetSize | None = None
     try:
-        amounts = count_amounts(job, seq=seq)
+        amounts = measure_dataset(job, seq=seq)
     except DataError:
         if found.train_samples is not None:
-            amounts = Amounts(train=found.train_samples, validation=0, test=0)
+            amounts = DatasetSize(train=found.train_samples, validation=0, test=0)
         elif train.steps is None:
             raise
         else:
@@ -213,7 +218,7 @@ def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ..
     return tuple(sorted({least << power for power in {0, doublings // 2, doublings}}))
 
 
-def _evaluations(job: Job, amounts: Amounts, samples: float) -> dict[str, Any]:
+def _evaluations(job: Job, amounts: DatasetSize, samples: float) -> dict[str, Any]:
     """What evaluating adds, as ``TrainingWork`` has it: after epochs a share, after steps by the batch."""
     every = job.train.evaluate
     times = samples / amounts.train if every == "epoch" else 0.0
@@ -235,7 +240,7 @@ def _refuse_layout(job: Job, shape: ModelShape) -> None:
     tp, pp = layout.sizes.get("tp", 1), layout.sizes.get("pp", 1)
     if tp not in ways:
         why = shape.why_not_cut or "its heads and widths do not divide by it"
-        valid = ", ".join(str(each) for each in ways)
+        valid = ", ".join(str(way) for way in ways)
         raise PlanError(
             f"layout.tp: {job.model.name} cannot be cut {tp} ways: {why}.",
             hint=f"tp may be {valid}",
@@ -296,15 +301,15 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
         stages_per_rank=(1, 2) if per_rank == "auto" else (per_rank,),
         sequence=layout.sequence if "tp" in layout.sizes else _cuts_sequence(job),
         micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
-        recompute=tuple(RECOMPUTE.index(each) for each in recompute),
+        recompute=tuple(RECOMPUTE.index(item) for item in recompute),
     )
 
 
 def _devices(job: Job) -> tuple[int, int]:
     """The fewest and the most."""
-    said = job.layout.said_workers if job.layout.is_whole else job.devices
-    if said != "auto":
-        return said, said
+    given = job.layout.said_workers if job.layout.is_whole else job.devices
+    if given != "auto":
+        return given, given
     return 1, job.goal.max_devices or USUAL_DEVICES
 
 
@@ -325,7 +330,7 @@ def _choose(
         return choose_options(ask, weighed, top=top)
     parts: list[PlanOptions] = []
     for kind in (True, False):
-        prices = tuple(p for p, each in zip(ask.prices, trained, strict=True) if each is kind)
+        prices = tuple(p for p, item in zip(ask.prices, trained, strict=True) if item is kind)
         only = replace(ask, prices=prices)
         priced = replace(weighed, candidates=price_all(only, weighed.found, weighed.steps))
         if len(priced.candidates):
@@ -333,33 +338,33 @@ def _choose(
     first, *others = parts
     compared = [option for part in others for option in part]
     kinds = {option.hardware.device for option in compared}
-    kept = list(first)[: top - min(len(kinds), top // 2)]
-    options = [*kept, *compared][:top]
-    told = give_reasons(
+    retained = list(first)[: top - min(len(kinds), top // 2)]
+    options = [*retained, *compared][:top]
+    result = give_reasons(
         options, ask.objective, ask.limits, is_met=not first.problems,
-        compared=len(options) - len(kept),
+        compared=len(options) - len(retained),
     )  # fmt: skip
-    return first.model_copy(update={"options": tuple(told)})
+    return first.model_copy(update={"options": tuple(result)})
 
 
 def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) -> list[str]:
     """What would help: spot machines, more devices, other hardware; else, what helps most."""
-    words: dict[str, float] = {}
+    text: dict[str, float] = {}
     for what, tried in _relax(ask, job, catalog):
         weighed = rank_candidates(tried)
         if not len(weighed.found):
             continue
         best = _choose(tried, weighed, catalog, top=1).best
         cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "
-        found = f"{what}: {cost}{show_duration(best.total_s.value)} on {best.hardware}"
-        words[found] = _excess(ask, best)
-    enough = [each for each, excess in words.items() if excess <= 1.0]
+        result = f"{what}: {cost}{show_duration(best.total_s.value)} on {best.hardware}"
+        text[result] = _excess(ask, best)
+    enough = [item for item, excess in text.items() if excess <= 1.0]
     if not enough:
-        nearest = min(words, key=lambda each: words[each], default=None)
-        if nearest is not None and words[nearest] < _excess(ask, options.best):
+        nearest = min(text, key=lambda item: text[item], default=None)
+        if nearest is not None and text[nearest] < _excess(ask, options.best):
             enough.append(f"{nearest}, which comes nearer")
         enough.append(_raise_limits(job, options))
-    return [f"To change: {each}" for each in enough]
+    return [f"To change: {item}" for item in enough]
 
 
 def _relax(ask: OptionQuery, job: Job, catalog: Catalog) -> Iterator[tuple[str, OptionQuery]]:
@@ -378,10 +383,10 @@ def _relax(ask: OptionQuery, job: Job, catalog: Catalog) -> Iterator[tuple[str, 
 def _supplied(ask: OptionQuery, job: Job, catalog: Catalog, **goal: Any) -> OptionQuery:
     """With the hardware of another goal."""
     tried = job.model_copy(update={"goal": job.goal.model_copy(update=goal)})
-    supply = find_supply(tried, catalog)
+    supply = find_offers(tried, catalog)
     question = replace(ask.question, configs=supply.configs)
     batches = next(iter(question.rules.values())).batches
-    corrected = correct_here(question, job, batch=batches[0])
+    corrected = calibrate_here(question, job, batch=batches[0])
     return replace(ask, question=corrected, prices=supply.prices)
 
 

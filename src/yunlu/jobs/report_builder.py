@@ -17,7 +17,7 @@ from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
 from yunlu.jobs.curves import smooth, thin
 from yunlu.jobs.health import (
-    find,
+    find_issues,
     padding_shares,
     read_padding,
     true_tokens,
@@ -95,7 +95,7 @@ def build_report(run: RunStore) -> Report:
         headline=quote(metric, evaluations),
         curves=_curves(log, evaluations),
         time=_time_split(log),
-        findings=find(
+        findings=find_issues(
             log, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
         ),
         incidents=incidents,
@@ -127,12 +127,12 @@ def _without_secrets(value: Any, *, inside_options: bool = False) -> Any:
     if isinstance(value, dict):
         return {
             key: "***"
-            if inside_options and _SECRET.search(str(key)) and each is not None
-            else _without_secrets(each, inside_options=inside_options or key == "options")
-            for key, each in value.items()
+            if inside_options and _SECRET.search(str(key)) and item is not None
+            else _without_secrets(item, inside_options=inside_options or key == "options")
+            for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_without_secrets(each, inside_options=inside_options) for each in value]
+        return [_without_secrets(item, inside_options=inside_options) for item in value]
     if isinstance(value, str):
         return re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", value)
     return value
@@ -220,9 +220,11 @@ def _with_smoothed(key: str, curve: Sequence[Point]) -> dict[str, Sequence[Point
 
 
 def _curve(key: str, curve: Sequence[Point]) -> Curve:
-    kept = thin(curve)
+    retained = thin(curve)
     return Curve(
-        key=key, steps=tuple(step for step, _ in kept), values=tuple(value for _, value in kept)
+        key=key,
+        steps=tuple(step for step, _ in retained),
+        values=tuple(value for _, value in retained),
     )
 
 

@@ -52,7 +52,7 @@ class Comparison(Value):
     @property
     def is_known(self) -> bool:
         """Whether there is anything to tell."""
-        return any(each is not None for each in (self.estimated, self.predicted, self.measured))
+        return any(item is not None for item in (self.estimated, self.predicted, self.measured))
 
 
 class EvaluationRow(Value):
@@ -276,4 +276,8 @@ class Report(Value):
 
     def comparison(self, quantity: str) -> Comparison:
         """Predicted beside measured for a field of ``Prediction``."""
-        return next(each for each in self.comparisons if each.quantity == quantity)
+        return next(
+            one_comparison
+            for one_comparison in self.comparisons
+            if one_comparison.quantity == quantity
+        )

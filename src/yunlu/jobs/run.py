@@ -77,20 +77,20 @@ def replay(run: RunStore, record: RunRecord) -> RunRecord:
     if record.offset > log_end(run, Log.EVENTS):
         record = new_record(run) or record.model_copy(update={"offset": 0})
     for event, offset in run.read_events(offset=record.offset):
-        record = take_event(record, event, offset)
+        record = advance_record(record, event, offset)
     step = last_step(run) if record.state.is_active else None
     if step is not None and step > (record.step or 0):
         record = record.model_copy(update={"step": step})
     return record
 
 
-def take_event(record: RunRecord, event: Event, offset: int) -> RunRecord:
+def advance_record(record: RunRecord, event: Event, offset: int) -> RunRecord:
     """The record after one more event; pure."""
     advanced = advance(record, event, is_first=record.offset == 0)
     return advanced.model_copy(update={"offset": offset})
 
 
-def settle(run: RunStore, record: RunRecord) -> RunRecord:
+def detect_lost(run: RunStore, record: RunRecord) -> RunRecord:
     """Bring the record up to date; if the worker vanished, add that to the run's events."""
     record = replay(run, record)
     if not record.state.is_active or worker_is_alive(run, record):
@@ -114,8 +114,8 @@ def _reap(run: RunStore, record: RunRecord) -> RunRecord:
         return move(run, record, RunState.FAILED, seen_at=_last_sign(run))
     # Who was asked to stop and is gone has stopped, if not gracefully.
     verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
-    words = _last_words(run, record)
-    return move(run, record, verdict, reason=words, seen_at=_last_sign(run))
+    text = _last_words(run, record)
+    return move(run, record, verdict, reason=text, seen_at=_last_sign(run))
 
 
 def _last_sign(run: RunStore) -> float:

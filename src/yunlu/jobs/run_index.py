@@ -19,7 +19,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
-from yunlu.jobs.run import RunRecord, new_record, settle
+from yunlu.jobs.run import RunRecord, detect_lost, new_record
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Log
@@ -87,7 +87,7 @@ class RunIndex:
             start = before or new_record(run)
             if start is None:  # a directory that is no run
                 continue
-            after = settle(run, start) if _may_change(run, before) else start
+            after = detect_lost(run, start) if _may_change(run, before) else start
             current.append(after)
             if after != before:
                 self._put(after)
@@ -99,7 +99,7 @@ class RunIndex:
         start = self.get(run.id) or new_record(run)
         if start is None:
             raise not_a_run(run)
-        record = settle(run, start)
+        record = detect_lost(run, start)
         self._put(record)
         return record
 

@@ -82,7 +82,7 @@ def number(value: object) -> float | None:
 def numbers(data: Any) -> dict[str, float]:
     """The named numbers of a mapping; what is not a number is left out."""
     named = data.items() if isinstance(data, dict) else ()
-    return {str(name): found for name, value in named if (found := number(value)) is not None}
+    return {str(name): result for name, value in named if (result := number(value)) is not None}
 
 
 def points(records: Iterable[Record], key: str) -> list[Point]:
@@ -152,7 +152,7 @@ def _latest(records: Iterable[Record], attempts: Sequence[AttemptSpan]) -> list[
         step = int(record["step"])
         if latest and step <= next(reversed(latest)):
             # Back at an earlier step: what had been done from there on no longer counts.
-            latest = {before: kept for before, kept in latest.items() if before < step}
+            latest = {before: retained for before, retained in latest.items() if before < step}
         latest[step] = record
     return [record for record in latest.values() if not _is_undone(record, attempts)]
 

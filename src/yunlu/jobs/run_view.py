@@ -189,8 +189,8 @@ def read_text_log(
     if since is not None:
         content = content[: content.rfind(b"\n") + 1]
     every = content.decode(errors="replace").splitlines()
-    kept = every if lines is None else every[-lines:] if lines > 0 else []
-    return LogText(lines=tuple(kept), end=(since or 0) + len(content))
+    retained = every if lines is None else every[-lines:] if lines > 0 else []
+    return LogText(lines=tuple(retained), end=(since or 0) + len(content))
 
 
 def _summary(run: RunStore, record: RunRecord) -> dict[str, Any]:

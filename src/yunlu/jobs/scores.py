@@ -25,9 +25,9 @@ def read_evaluations(log: RunLog, *, asked: str) -> tuple[str, tuple[EvaluationR
 
     The metric is the one ``asked`` for, else the one that the task names first.
     """
-    found = _by_split_and_step(log)
-    order = sorted(found, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
-    rows = [_row(found[key]) for key in order]
+    result = _by_split_and_step(log)
+    order = sorted(result, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
+    rows = [_row(result[key]) for key in order]
     names = [name for row in rows for name in row.metrics]
     metric = asked if asked in {*names, "loss"} else next(iter(names), "loss")
     best = _best([row for row in rows if row.split == "validation"], metric)

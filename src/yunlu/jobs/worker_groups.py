@@ -114,7 +114,7 @@ def _time_lost(
         wall_s += gap_s
         if _key(before) == _key(after):
             continue
-        between = [each for each in changes if _key(before) < each.key <= _key(after)]
+        between = [change for change in changes if _key(before) < change.key <= _key(after)]
         cause = between[0].key if between else _key(after)
         lost[cause] = max(gap_s - held_up_s(before) - step_s(after), 0.0)
     return wall_s, lost
@@ -150,8 +150,8 @@ def _course(
             points.append((_ms(_span_s(began_at, resumed_at, pauses)), before["step"]))
         points.append((_ms(_span_s(began_at, after["at"], pauses)), after["step"]))
         before = after
-    kept = thin(points)
-    return tuple(ms / 1000 for ms, _ in kept), tuple(int(step) for _, step in kept)
+    retained = thin(points)
+    return tuple(ms / 1000 for ms, _ in retained), tuple(int(step) for _, step in retained)
 
 
 @dataclass(slots=True)
@@ -171,13 +171,13 @@ def _members(
 ) -> Iterator[WorkerStats]:
     """One for each worker that ever held a rank: those of today by rank, then those that are gone."""
     sums = _sum_up(samples)
-    known = {each.worker: each for change in changes for each in change.ranks}
-    now = {each.worker: each.rank for each in changes[-1].ranks}
+    known = {rank.worker: rank for change in changes for rank in change.ranks}
+    now = {rank.worker: rank.rank for rank in changes[-1].ranks}
     lost = {fault.worker: fault.cause for fault in faults if fault.worker not in now}
     order = sorted(known, key=lambda worker: (worker not in now, now.get(worker, 0)))
     for worker in order:
         own = sums.get(worker) or _Sums()
-        kept = thin(own.compute, _MOST_POINTS)
+        retained = thin(own.compute, _MOST_POINTS)
         yield WorkerStats(
             worker=worker,
             rank=now.get(worker),
@@ -187,23 +187,23 @@ def _members(
             wait_s=own.wait_s / own.count if own.count else None,
             memory_bytes=own.memory_bytes,
             lost=lost.get(worker),
-            steps=tuple(step for step, _ in kept),
-            compute_s=tuple(value for _, value in kept),
+            steps=tuple(step for step, _ in retained),
+            compute_s=tuple(value for _, value in retained),
         )
 
 
 def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
     sums: dict[str, _Sums] = defaultdict(_Sums)
     for sample in samples:
-        step, said = _whole(sample.get("step")), sample.get("ranks")
+        step, given = _whole(sample.get("step")), sample.get("ranks")
         generation = _whole(sample.get("generation"))
-        for each in said if isinstance(said, list) else ():
-            if not isinstance(each, dict):
+        for item in given if isinstance(given, list) else ():
+            if not isinstance(item, dict):
                 continue
-            own = sums[_text(each.get("worker"))]
+            own = sums[_text(item.get("worker"))]
             if own.generation != generation:  # the steps of two layouts have no common mean
                 own.generation, own.step_s, own.wait_s, own.count = generation, 0.0, 0.0, 0
-            _add(own, each, step)
+            _add(own, item, step)
     return sums
 
 
@@ -226,8 +226,8 @@ def _key(record: Record) -> _Key:
 
 
 def _whole(value: object) -> int | None:
-    found = number(value)
-    return int(found) if found is not None and math.isfinite(found) else None
+    result = number(value)
+    return int(result) if result is not None and math.isfinite(result) else None
 
 
 def _text(value: object, *, otherwise: str = "?") -> str:

@@ -15,14 +15,14 @@ from yunlu.render.figures.plan_options import plan_options_figure
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yunlu.jobs.plan_options import Outlook
+    from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.planning.search.options import PlanOption
 
 FORMATS = (".png", ".svg", ".html")
 _COLUMNS = ("", "hardware", "layout", "memory", "time", "cost", "reason")
 
 
-def write_plan_plot(outlook: Outlook, path: Path, *, title: str) -> None:
+def write_plan_plot(outlook: PlanOutcome, path: Path, *, title: str) -> None:
     """Write the plot; the format follows the suffix."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
@@ -39,7 +39,7 @@ def write_plan_plot(outlook: Outlook, path: Path, *, title: str) -> None:
     write_atomically(path, content)
 
 
-def _render_page(outlook: Outlook, svg: str, title: str) -> str:
+def _render_page(outlook: PlanOutcome, svg: str, title: str) -> str:
     """The plot with the table below it, in one file."""
     rows = "".join(_row(place, option) for place, option in enumerate(outlook.options, start=1))
     notes = "".join(

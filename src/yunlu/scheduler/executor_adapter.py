@@ -21,7 +21,7 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.jobs import lifecycle
-from yunlu.jobs.run import error_of, new_record, settle
+from yunlu.jobs.run import error_of, new_record, detect_lost
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
@@ -97,7 +97,7 @@ class ExecutorAdapter:
         before = self._records.get(run.id) or new_record(run)
         if before is None:
             raise not_a_run(run)
-        record = settle(run, before)
+        record = detect_lost(run, before)
         self._records[run.id] = record
         life = self._find_liveness(run)
         is_alive = life.is_alive

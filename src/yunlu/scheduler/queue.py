@@ -282,13 +282,13 @@ def _deadline_s(job: Job) -> float | None:
 
 def _count_samples(job: Job) -> float | None:
     """The job's length, as far as it can be told at a glance."""
-    from yunlu.jobs.dataset_size import block_length, count_amounts  # noqa: PLC0415 (as above)
+    from yunlu.jobs.dataset_size import block_length, measure_dataset  # noqa: PLC0415 (as above)
 
     train = job.train
     if train.steps is not None:
         return float(train.steps * train.batch) if train.batch != "auto" else None
     try:
         seq = job.data.max_length if job.data.max_length != "auto" else block_length(job)
-        return (train.epochs or 10.0) * count_amounts(job, seq=seq).train
+        return (train.epochs or 10.0) * measure_dataset(job, seq=seq).train
     except (YunluError, OSError, ValueError):
         return None  # a stream, a hub: the plan will say

@@ -283,7 +283,7 @@ class Engine:
         self.wrapped.publish()
         self.is_inconsistent = False
         if not is_applied:
-            self._start.bring_back_buffers()
+            self._start.restore_buffers()
         elif self.average is not None:
             self.average.update_parameters(self.model)
         self._end_update(self.communication.after_update)
@@ -293,7 +293,7 @@ class Engine:
     def discard_step(self) -> bool:
         """End a bad step without an update; restores the buffers."""
         self.precision.skip()
-        self._start.bring_back_buffers()
+        self._start.restore_buffers()
         self._end_update(self.communication.after_discarded)
         if self.release is not None:
             self.release.step()  # its weights have changed; a rollback follows
@@ -313,7 +313,7 @@ class Engine:
     def abandon_step(self) -> None:
         """Undo the current step after losing other workers."""
         if self._in_step:
-            self._start.bring_back_buffers()
+            self._start.restore_buffers()
             self.precision.skip()
         self._in_step = False
         self.optimizer.zero_grad(set_to_none=True)
@@ -395,7 +395,7 @@ class Engine:
             return False
         message = str(error).partition("\n")[0][:200]
         release_references(error)
-        self._start.bring_back()
+        self._start.restore()
         free_memory()
         self.micro_batch = size
         self.emit(

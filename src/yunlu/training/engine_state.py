@@ -56,7 +56,7 @@ class EngineState:
         }
         return {f"model/{name}" for name in self.model if name not in trained}
 
-    def pieces(self) -> Groups:
+    def shards(self) -> Groups:
         """Live shards, by group; the optimiser's exist from its first step on."""
         moments, _ = optimizer_shards(self._engine.optimizer, self._leaves)
         shards: Groups = {"model": self.model, "optimizer": moments}
@@ -92,7 +92,7 @@ class EngineState:
             for name, spec in specs.items()
             if name.startswith(prefix)
         }
-        shards = self.pieces()
+        shards = self.shards()
         shards["optimizer"] = wanted_optimizer(self._engine.optimizer, self._leaves, moments)
         return shards
 
@@ -123,7 +123,7 @@ class EngineState:
         return Snapshot(
             step=engine.steps_done,
             tensors=tensors,
-            pieces=self.pieces(),
+            shards=self.shards(),
             state=state,
             metrics=metrics,
         )

@@ -141,7 +141,7 @@ def foretell_study(asked: StudyAsked, *, devices: int) -> StudyForecast:
 def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     """A whole training on one device of this machine, from its probe and earlier runs of the same work."""
     from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
-    from yunlu.jobs.plan_options import foresee  # noqa: PLC0415 (as above)
+    from yunlu.jobs.plan_options import plan_options  # noqa: PLC0415 (as above)
 
     if this_machine() is None:
         return None  # never probed: the first trials will tell
@@ -150,7 +150,7 @@ def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     )
     alone = job.model_copy(update={"goal": goal, "devices": 1})
     try:
-        option = foresee(alone, top=1).best
+        option = plan_options(alone, top=1).best
     except YunluError:
         return None  # nothing is known of the model
     start_s = option.total_parts.get("start_up", _START_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
-from yunlu.jobs.dataset_size import LANGUAGE_MODELING, count_amounts
+from yunlu.jobs.dataset_size import LANGUAGE_MODELING, measure_dataset
 from yunlu.jobs.lifecycle import make_plan
 from yunlu.planning.planner import DEFAULT_EPOCHS, choose_batch, count_steps
 from yunlu.tuning.study_dir import StudyError
@@ -83,7 +83,7 @@ def count_rungs(job: Job) -> int | None:
     if train.evaluate == "never" or job.task == LANGUAGE_MODELING:
         return None  # how many blocks a text has depends on its tokens
     try:
-        samples = count_amounts(job, seq=1).train
+        samples = measure_dataset(job, seq=1).train
         batch = choose_batch(job, samples)
     except DataError:
         return None

@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 from yunlu.executors import local, memory_limits
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs.run import MEMORY, error_of, new_record, settle
+from yunlu.jobs.run import MEMORY, error_of, new_record, detect_lost
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore
@@ -185,7 +185,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
         def has_failed() -> bool:
             record = new_record(greedy)
             assert record is not None
-            state = settle(greedy, record).state
+            state = detect_lost(greedy, record).state
             executor.status(greedy)
             return state is RunState.FAILED
 

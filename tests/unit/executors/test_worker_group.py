@@ -16,7 +16,7 @@ from yunlu.core.errors import StoreError
 from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
-from yunlu.jobs.run import new_record, settle, worker_of
+from yunlu.jobs.run import new_record, detect_lost, worker_of
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore
@@ -82,11 +82,11 @@ def test_a_run_whose_workers_live_is_not_lost(running: RunStore, sleeper: psutil
     record = new_record(running)
     assert record is not None
     write_journal(running, sleeper)
-    assert settle(running, record).state is RunState.RUNNING
+    assert detect_lost(running, record).state is RunState.RUNNING
     kill_workers(running)
     sleeper.wait()
     assert not list(running_workers(running))
-    assert settle(running, record).state is RunState.LOST
+    assert detect_lost(running, record).state is RunState.LOST
 
 
 def test_a_supervisor_that_took_over_answers_for_the_run(
@@ -101,7 +101,7 @@ def test_a_supervisor_that_took_over_answers_for_the_run(
         detached=True,
     )
     record_worker(running, worker)
-    assert worker_of(running, settle(running, record)) == worker
+    assert worker_of(running, detect_lost(running, record)) == worker
 
 
 def test_only_a_crew_that_trains_can_be_resized(running: RunStore, sleeper: psutil.Process) -> None:

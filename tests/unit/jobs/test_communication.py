@@ -201,7 +201,7 @@ def test_who_stepped_aside_is_told_though_no_step_was_made_with_it(tmp_path: Pat
     assert f"at step 1 {why}" in list(communication_lines(found))
     page = render_page(build_report(talk.run))
     assert why in page
-    assert "；node-b 退让" in page
+    assert "；排除 node-b" in page
 
 
 def test_a_resumed_run_counts_its_steps_from_where_it_went_on(tmp_path: Path) -> None:

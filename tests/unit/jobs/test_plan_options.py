@@ -18,11 +18,11 @@ from yunlu.core.files import append_lines
 from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CatalogError
 from yunlu.jobs import plan_options
-from yunlu.jobs.dataset_size import block_length, count_amounts
 from yunlu.jobs.catalog_store import add, open_catalog
+from yunlu.jobs.dataset_size import block_length, measure_dataset
 from yunlu.jobs.job_input import build_job
-from yunlu.jobs.plan_options import foresee, look_ahead, make_ask
-from yunlu.jobs.shapes import FoundShape, find_shape
+from yunlu.jobs.model_profile import MeasuredShape, find_shape
+from yunlu.jobs.plan_options import make_query, plan_options, search_options
 from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
@@ -82,7 +82,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def test_options_are_within_what_the_goal_allows() -> None:
-    options = foresee(make_job(), top=5)
+    options = plan_options(make_job(), top=5)
     assert len(options) >= 2
     for option in options:
         hardware = option.hardware
@@ -99,20 +99,20 @@ def test_options_are_within_what_the_goal_allows() -> None:
 
 def test_spot_machines_come_only_where_they_are_allowed() -> None:
     goal = {"gpu": ["A100-80GB"], "spot": True, "objective": "cost", "max_devices": 8}
-    assert foresee(make_job(goal=goal)).best.hardware.spot
+    assert plan_options(make_job(goal=goal)).best.hardware.spot
 
 
 def test_evaluation_and_start_up_are_in_the_time() -> None:
-    never = foresee(make_job(train={"batch": 64, "epochs": 1, "evaluate": "never"})).best
-    often = foresee(make_job()).best
+    never = plan_options(make_job(train={"batch": 64, "epochs": 1, "evaluate": "never"})).best
+    often = plan_options(make_job()).best
     assert often.total_parts["evaluation"] > never.total_parts["evaluation"] > 0
     assert often.total_parts["start_up"] > 0
 
 
 def test_the_layout_of_the_job_is_kept() -> None:
-    options = foresee(make_job(layout="dp2 x tp2"))
+    options = plan_options(make_job(layout="dp2 x tp2"))
     assert {str(option.layout) for option in options} == {"dp2 x tp2"}
-    pinned = foresee(make_job(train={"batch": 64, "steps": 10, "recompute": "full",
+    pinned = plan_options(make_job(train={"batch": 64, "steps": 10, "recompute": "full",
                                      "precision": "bf16", "micro_batch": 2}))  # fmt: skip
     for option in pinned:
         assert (option.recompute, option.precision, option.micro_batch) == ("full", "bf16", 2)
@@ -121,11 +121,11 @@ def test_the_layout_of_the_job_is_kept() -> None:
 def test_an_option_can_be_pinned_in_its_job(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(make_job().model_dump_json())
-    for option in foresee(make_job(), top=4):
+    for option in plan_options(make_job(), top=4):
         changed = option.replace(tp=2) if option.hardware.devices_per_node > 1 else option
         job = load_job(path, overrides=changed.overrides)
         assert job.devices == changed.layout.world
-        again = foresee(job, top=1).best
+        again = plan_options(job, top=1).best
         assert again.layout.world == changed.layout.world
         assert (again.layout.tp, again.layout.sequence) == (changed.layout.tp, False)
         assert again.micro_batch == changed.micro_batch
@@ -133,10 +133,10 @@ def test_an_option_can_be_pinned_in_its_job(tmp_path: Path) -> None:
 
 def test_what_yunlu_cannot_split_is_not_split() -> None:
     lora = make_job(model={"name": "hf:meta-llama/Llama-3.2-1B", "adapter": "lora"})
-    for option in foresee(lora, top=5):
+    for option in plan_options(lora, top=5):
         assert (option.layout.tp, option.layout.pp) == (1, 1)
     released = {"batch": 8, "steps": 10, "gradient_release": True, "clip": None}
-    for option in foresee(make_job(train=released), top=5):
+    for option in plan_options(make_job(train=released), top=5):
         assert option.layout.is_single
 
 
@@ -156,21 +156,21 @@ def test_a_layout_that_our_engine_refuses_is_refused_with_its_reason(
     model: str, task: str, layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(PlanError, match=said):
-        foresee(make_job(model=model, task=task, layout=layout))
+        plan_options(make_job(model=model, task=task, layout=layout))
 
 
 def test_a_layout_that_goes_with_nothing_else_of_the_job_is_refused() -> None:
     lora = {"name": "hf:meta-llama/Llama-3.2-1B", "adapter": "lora"}
     with pytest.raises(JobError, match=r"model\.adapter does not go with the layout tp2"):
-        foresee(make_job(model=lora, layout={"tp": 2}))
+        plan_options(make_job(model=lora, layout={"tp": 2}))
 
 
 def test_only_layouts_our_engine_can_train_are_options() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws", "gcp"], "max_devices": 32}
-    experts = foresee(make_job(model="hf:mixtral-8x7b", goal=goal), top=5)
+    experts = plan_options(make_job(model="hf:mixtral-8x7b", goal=goal), top=5)
     assert {option.layout.tp for option in experts} == {1}
     assert any(option.layout.pp > 1 or option.layout.fsdp > 1 for option in experts)
-    paired = foresee(make_job(model="hf:t5-11b", task="seq2seq", goal=goal), top=5)
+    paired = plan_options(make_job(model="hf:t5-11b", task="seq2seq", goal=goal), top=5)
     assert {(option.layout.tp, option.layout.pp) for option in paired} == {(1, 1)}
     with pytest.raises(PlanError, match="tp"):
         experts.best.replace(tp=2)
@@ -183,28 +183,28 @@ def test_the_sequence_is_cut_only_in_our_own_transformers() -> None:
         goal={"gpu": "A100-80GB", "cloud": "gcp", "max_devices": 8},
         devices=8,
     )
-    best = foresee(own, top=1).best
+    best = plan_options(own, top=1).best
     assert best.replace(tp=2).layout.sequence
-    theirs = foresee(make_job(devices=8, goal={"gpu": "A100-80GB", "cloud": "gcp"}), top=1).best
+    theirs = plan_options(make_job(devices=8, goal={"gpu": "A100-80GB", "cloud": "gcp"}), top=1).best
     assert not theirs.replace(tp=2).layout.sequence
 
 
 def test_an_open_batch_grows_up_to_what_still_teaches_and_the_rate_follows() -> None:
-    options = foresee(make_job(train={"epochs": 1}))
+    options = plan_options(make_job(train={"epochs": 1}))
     assert options.best.batch > 32
     assert options.best.lr_scaling == "sqrt"
     assert options.best.lr_factor == pytest.approx((options.best.batch / 32) ** 0.5)
     goal = {"gpu": ["A100-80GB"], "max_batch": 64, "max_devices": 8}
-    assert foresee(make_job(train={"epochs": 1}, goal=goal)).best.batch <= 64
+    assert plan_options(make_job(train={"epochs": 1}, goal=goal)).best.batch <= 64
     sgd = make_job(train={"epochs": 1, "optimizer": "sgd"})
-    assert foresee(sgd).best.lr_scaling == "linear"
-    assert foresee(make_job()).best.lr_factor == 1.0
+    assert plan_options(sgd).best.lr_scaling == "linear"
+    assert plan_options(make_job()).best.lr_factor == 1.0
 
 
 @pytest.mark.parametrize("rule", ["none", "linear"])
 def test_a_rule_of_the_job_is_not_overruled(rule: str) -> None:
     optimizer = {"name": "adamw", "scaling": rule}
-    best = foresee(make_job(train={"epochs": 1, "optimizer": optimizer})).best
+    best = plan_options(make_job(train={"epochs": 1, "optimizer": optimizer})).best
     assert best.batch > 32
     assert best.lr_scaling == rule
 
@@ -213,8 +213,8 @@ def test_the_rule_goes_with_the_batch_that_it_is_for(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     asked = make_job(train={"epochs": 1, "optimizer": "sgd"})
     path.write_text(asked.model_dump_json(exclude_unset=True))
-    best = foresee(asked).best
-    again = foresee(load_job(path, overrides=best.overrides), top=1).best
+    best = plan_options(asked).best
+    again = plan_options(load_job(path, overrides=best.overrides), top=1).best
     assert (again.lr_scaling, again.lr_factor) == ("linear", best.lr_factor)
     assert best.lr_factor > 1
 
@@ -226,7 +226,7 @@ def test_a_job_with_more_said_besides_keeps_what_it_leaves_open() -> None:
 
 def test_evaluating_after_steps_costs_less_in_larger_batches() -> None:
     every = {"epochs": 1, "batch": 64, "evaluate": 10}
-    best = foresee(make_job(train=every)).best
+    best = plan_options(make_job(train=every)).best
     larger = best.replace(batch=256)
 
     def share(option: PlanOption) -> float:
@@ -242,17 +242,17 @@ def test_evaluating_after_steps_costs_less_in_larger_batches() -> None:
 def test_steps_need_no_count_of_samples() -> None:
     job = make_job(data={"train": "nowhere.txt", "max_length": 1024},
                    train={"steps": 100, "batch": 64})  # fmt: skip
-    options = foresee(job)
+    options = plan_options(job)
     assert options.best.steps == 100
     assert any("data.samples" in note for note in options.notes)
     with pytest.raises(DataError, match=r"data\.train") as caught:
-        foresee(make_job(data={"train": "nowhere.txt", "max_length": 1024}))
+        plan_options(make_job(data={"train": "nowhere.txt", "max_length": 1024}))
     assert "data.samples or data.tokens" in (caught.value.hint or "")
 
 
 def test_a_budget_nothing_meets_comes_with_advice() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.05, "max_devices": 8}
-    options = foresee(make_job(goal=goal))
+    options = plan_options(make_job(goal=goal))
     assert options.problems[0].startswith("goal.budget: nothing fits $0.05")
     assert any(problem.startswith("To change: ") for problem in options.problems[1:])
     assert options.best.dollars is not None
@@ -261,39 +261,39 @@ def test_a_budget_nothing_meets_comes_with_advice() -> None:
 
 def test_a_limit_that_is_advised_can_be_kept() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.01, "max_devices": 8}
-    problems = foresee(make_job(goal=goal)).problems
+    problems = plan_options(make_job(goal=goal)).problems
     raised = next(re.search(r"a budget of \$([\d.,]+) would do", problem) for problem in problems[1:]
                   if "a budget of" in problem)  # fmt: skip
     assert raised is not None
     assert "only" not in raised.string
     again = goal | {"budget": float(raised[1].replace(",", ""))}
-    assert not foresee(make_job(goal=again)).problems
+    assert not plan_options(make_job(goal=again)).problems
 
 
 def test_what_comes_nearest_is_advised_where_nothing_is_enough() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.01, "max_devices": 8}
-    problems = foresee(make_job(goal=goal)).problems
+    problems = plan_options(make_job(goal=goal)).problems
     assert any(problem.endswith("which comes nearer") for problem in problems)
 
 
 def test_advice_asks_for_the_shape_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Job] = []
 
-    def find(job: Job) -> FoundShape:
+    def find(job: Job) -> MeasuredShape:
         asked.append(job)
         return find_shape(job)
 
     monkeypatch.setattr(outlook, "find_shape", find)
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.05, "max_devices": 8}
-    assert foresee(make_job(goal=goal)).problems
+    assert plan_options(make_job(goal=goal)).problems
     assert len(asked) == 1
 
 
 def test_a_deadline_may_be_met_with_more_devices() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "max_devices": 8}
-    slow = foresee(make_job(goal=goal | {"objective": "time"})).best.total_s.value
+    slow = plan_options(make_job(goal=goal | {"objective": "time"})).best.total_s.value
     deadline = f"{round(slow * 0.8)}s"
-    options = foresee(make_job(goal=goal | {"deadline": deadline}))
+    options = plan_options(make_job(goal=goal | {"deadline": deadline}))
     assert options.problems[0].startswith("goal.deadline: ")
     assert any("--max-devices 64" in problem for problem in options.problems)
 
@@ -313,26 +313,26 @@ def test_hardware_that_does_not_exist_is_named_with_the_choices(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path / "empty"))
     with pytest.raises(error) as caught:
-        foresee(make_job(goal=goal))
+        plan_options(make_job(goal=goal))
     assert said in str(caught.value)
 
 
 def test_a_micro_batch_that_cannot_divide_is_refused_with_those_that_can() -> None:
     with pytest.raises(PlanError, match=r"train\.micro_batch: 3 does not divide") as caught:
-        foresee(make_job(train={"batch": 16, "steps": 5, "micro_batch": 3}))
+        plan_options(make_job(train={"batch": 16, "steps": 5, "micro_batch": 3}))
     assert "1, 2, 4, 8, 16" in (caught.value.hint or "")
 
 
 def test_a_model_too_large_for_what_is_allowed_says_what_would_help() -> None:
     goal = {"gpu": ["L4"], "max_devices": 2}
     with pytest.raises(PlanError, match="times its memory") as caught:
-        foresee(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal))
+        plan_options(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal))
     assert "model.adapter: lora" in (caught.value.hint or "")
 
 
 def test_what_needs_more_devices_than_usual_gets_them() -> None:
     goal = {"gpu": ["L4"], "cloud": ["gcp"]}
-    options = foresee(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal), top=1)
+    options = plan_options(make_job(model="hf:meta-llama/Llama-3.1-70B", goal=goal), top=1)
     assert options.best.hardware.devices > 64
     assert any("cannot hold the model" in note for note in options.notes)
 
@@ -340,14 +340,14 @@ def test_what_needs_more_devices_than_usual_gets_them() -> None:
 @pytest.mark.parametrize("cloud", ["gcp", "aws", "azure"])
 def test_a_cloud_alone_names_no_device_that_we_cannot_train_on(cloud: str) -> None:
     goal = {"cloud": cloud, "objective": "cost", "max_devices": 8}
-    for option in foresee(make_job(goal=goal), top=12):
+    for option in plan_options(make_job(goal=goal), top=12):
         device = option.hardware.device
         assert not device.startswith(("TPU", "Trainium", "K80", "P4", "P100", "V100")), device
 
 
 def test_a_device_we_cannot_train_on_comes_last_however_cheap() -> None:
     goal = {"gpu": ["TPU-v5e", "T4"], "objective": "cost", "max_devices": 8}
-    options = foresee(make_job(goal=goal), top=8)
+    options = plan_options(make_job(goal=goal), top=8)
     kinds = [option.hardware.device for option in options]
     assert kinds == sorted(kinds)
     assert set(kinds) == {"T4", "TPU-v5e"}
@@ -357,18 +357,18 @@ def test_a_device_we_cannot_train_on_comes_last_however_cheap() -> None:
     cheapest = [option for option in options if "cheapest" in option.reason]
     assert [option.hardware.device for option in cheapest] == ["T4"]
     assert "only compared" in options[len(options) - 1].reason
-    assert foresee(make_job(goal=goal), top=1).best.hardware.device == "T4"
+    assert plan_options(make_job(goal=goal), top=1).best.hardware.device == "T4"
 
 
 def test_an_old_device_that_is_named_comes_with_a_note() -> None:
-    options = foresee(make_job(goal={"gpu": ["V100-32GB", "A100-80GB"], "max_devices": 8}))
+    options = plan_options(make_job(goal={"gpu": ["V100-32GB", "A100-80GB"], "max_devices": 8}))
     assert any("V100-32GB" in note and "CUDA 12.6" in note for note in options.notes)
-    assert not any("CUDA 12.6" in note for note in foresee(make_job()).notes)
+    assert not any("CUDA 12.6" in note for note in plan_options(make_job()).notes)
 
 
 def test_one_of_several_regions_may_have_nothing() -> None:
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "region": ["moon", "us-"], "max_devices": 8}
-    options = foresee(make_job(goal=goal))
+    options = plan_options(make_job(goal=goal))
     assert {option.hardware.cloud for option in options} == {"aws"}
     assert any("'moon'" in note for note in options.notes)
 
@@ -376,18 +376,18 @@ def test_one_of_several_regions_may_have_nothing() -> None:
 def test_here_is_a_cloud_and_filters_meet(probed: str) -> None:
     for key in ("gpu", "region"):
         with pytest.raises(PlanError, match=rf"goal\.{key}: here names a cloud"):
-            foresee(make_job(goal={key: ["here"], "cloud": ["aws"]}))
+            plan_options(make_job(goal={key: ["here"], "cloud": ["aws"]}))
     with pytest.raises(PlanError, match="nothing with gpu H100, cloud here"):
-        foresee(make_job(goal={"gpu": ["H100"], "cloud": ["here"]}))
+        plan_options(make_job(goal={"gpu": ["H100"], "cloud": ["here"]}))
     both = {"gpu": ["A100-80GB", probed], "cloud": ["here", "aws"]}
-    configs = make_ask(make_job(goal=both), open_catalog())[0].question.configs
+    configs = make_query(make_job(goal=both), open_catalog())[0].question.configs
     assert {config.device for config in configs} == {"A100-80GB", probed}
     with pytest.raises(CatalogError, match="us-"):
-        foresee(make_job(goal={"cloud": ["here"], "region": ["us-"]}))
+        plan_options(make_job(goal={"cloud": ["here"], "region": ["us-"]}))
 
 
 def test_huawei_has_no_price_and_the_user_is_told_how_to_set_one() -> None:
-    options = foresee(make_job(goal={"cloud": ["huawei"], "max_devices": 8}))
+    options = plan_options(make_job(goal={"cloud": ["huawei"], "max_devices": 8}))
     assert all(option.dollars is None for option in options)
     assert "price unknown" in options.best.reason
     assert any("yunlu catalog add" in note for note in options.notes)
@@ -400,12 +400,12 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
         "train": {"epochs": 1, "batch": 16},
     }
     small["data"]["tokenizer"] = "bytes"  # type: ignore[index]
-    best = foresee(make_job(**small, goal={})).best
+    best = plan_options(make_job(**small, goal={})).best
     assert (best.hardware.cloud, best.hardware.device) == ("here", probed)
     assert best.dollars is not None
     assert best.dollars.value == 0
-    assert "here" not in {each.hardware.cloud for each in foresee(make_job(**small))}
-    here = foresee(make_job(**small, goal={"cloud": "here"}))
+    assert "here" not in {each.hardware.cloud for each in plan_options(make_job(**small))}
+    here = plan_options(make_job(**small, goal={"cloud": "here"}))
     assert len(here) == 1
     assert not here.notes
     assert here.best.total_parts["start_up"] == START_HERE_S
@@ -413,7 +413,7 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
     run.path.mkdir(parents=True)
     run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
     append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1007.0}])
-    again = foresee(make_job(**small, goal={"cloud": "here"})).best
+    again = plan_options(make_job(**small, goal={"cloud": "here"})).best
     assert again.total_parts["start_up"] == 7.0
     assert again.total_s.value == pytest.approx(here.best.total_s.value + 7.0 - START_HERE_S)
 
@@ -427,10 +427,10 @@ def test_an_own_machine_is_planned_once_and_is_not_this_one(
     add(file)
     teach(make_job(), probed, step_s=1e-6)
     asked = make_job(goal={"cloud": ["own", "aws"], "gpu": ["A100-80GB"]})
-    ask, _ = make_ask(asked, open_catalog())
+    ask, _ = make_query(asked, open_catalog())
     assert {config.most_nodes for config in ask.question.configs} == {1, 1 << 20}
     assert all(config.measured is None for config in ask.question.configs)
-    options = foresee(make_job(goal={"cloud": ["own"]}), top=9)
+    options = plan_options(make_job(goal={"cloud": ["own"]}), top=9)
     assert {option.hardware.nodes for option in options} == {1}
     with pytest.raises(PlanError, match="nodes: 2 does not go"):
         options.replace(nodes=2)
@@ -438,12 +438,12 @@ def test_an_own_machine_is_planned_once_and_is_not_this_one(
 
 def test_what_is_assumed_of_shown_hardware_is_noted() -> None:
     many = make_job(goal={"cloud": ["lambda"], "gpu": ["B200"], "objective": "time"})
-    assert foresee(many).best.hardware.nodes > 1
-    assert any("network between nodes of lambda:" in note for note in foresee(many).notes)
+    assert plan_options(many).best.hardware.nodes > 1
+    assert any("network between nodes of lambda:" in note for note in plan_options(many).notes)
     one = make_job(goal={"cloud": ["lambda"], "gpu": ["B200"], "max_devices": 8})
-    assert not any("network" in note for note in foresee(one).notes)
+    assert not any("network" in note for note in plan_options(one).notes)
     alone = make_job(train={"batch": 64, "epochs": 1, "precision": "fp8"}, goal={"gpu": ["H100"]})
-    options = foresee(alone)
+    options = plan_options(alone)
     assert {option.layout.world for option in options} == {1}
     assert any(note.startswith("one device only, for train.precision") for note in options.notes)
 
@@ -482,9 +482,9 @@ def width(interval: Interval) -> float:
 
 
 def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> None:
-    before = foresee(small_job()).best
+    before = plan_options(small_job()).best
     teach(small_job(), probed, step_s=0.5, memory_bytes=3e8)
-    after = foresee(small_job()).best
+    after = plan_options(small_job()).best
     assert before.step_s.value != pytest.approx(0.5)
     assert after.step_s.value == pytest.approx(0.5)
     assert after.memory_bytes.value == pytest.approx(3e8)
@@ -492,28 +492,28 @@ def test_a_run_of_the_same_job_is_believed_before_arithmetic(probed: str) -> Non
 
 
 def test_a_run_on_a_busy_machine_tells_its_memory_alone(probed: str) -> None:
-    before = foresee(small_job()).best
+    before = plan_options(small_job()).best
     teach(small_job(), probed, busy=1.5, step_s=0.5, memory_bytes=3e8)
-    after = foresee(small_job()).best
+    after = plan_options(small_job()).best
     assert after.step_s == before.step_s
     assert after.memory_bytes.value == pytest.approx(3e8)
     teach(small_job(), probed, busy=1.1, step_s=0.5)
-    assert foresee(small_job()).best.step_s.value == pytest.approx(0.5)
+    assert plan_options(small_job()).best.step_s.value == pytest.approx(0.5)
 
 
 def test_only_what_was_measured_is_narrower(probed: str) -> None:
-    before = foresee(small_job()).best
+    before = plan_options(small_job()).best
     teach(small_job(), probed, memory_bytes=3e8)
-    after = foresee(small_job()).best
+    after = plan_options(small_job()).best
     assert after.memory_bytes.value == pytest.approx(3e8)
     assert width(after.memory_bytes) < width(before.memory_bytes)
     assert after.step_s == before.step_s
 
 
 def test_what_differs_from_the_run_is_no_surer_than_before(probed: str) -> None:
-    before = foresee(small_job()).best.replace(micro_batch=2)
+    before = plan_options(small_job()).best.replace(micro_batch=2)
     teach(small_job(), probed, step_s=0.5, memory_bytes=3e8)
-    after = foresee(small_job()).best.replace(micro_batch=2)
+    after = plan_options(small_job()).best.replace(micro_batch=2)
     assert after.step_s.value != pytest.approx(before.step_s.value)
     assert width(after.step_s) == pytest.approx(width(before.step_s))
     assert width(after.memory_bytes) == pytest.approx(width(before.memory_bytes))
@@ -526,10 +526,10 @@ def test_a_run_had_the_usual_batch_however_far_an_open_one_may_grow(probed: str)
         train={"epochs": 1},
         goal={"cloud": "here", "max_batch": 1024},
     )
-    before = foresee(asked).best
+    before = plan_options(asked).best
     assert before.batch > 32
     teach(asked, probed, step_s=0.5)
-    after = foresee(asked).best
+    after = plan_options(asked).best
     assert after.replace(batch=32).step_s.value == pytest.approx(0.5, rel=0.05)
     assert width(after.step_s) == pytest.approx(width(before.step_s))
 
@@ -545,27 +545,27 @@ def test_another_way_to_compute_is_another_work() -> None:
 def test_samples_are_counted_at_a_glance(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     table.write_text("a,b\n" + "1,2\n" * 100)
-    amounts = count_amounts(tabular(str(table)), seq=1)
+    amounts = measure_dataset(tabular(str(table)), seq=1)
     assert (amounts.train, amounts.validation, amounts.test) == (80, 10, 10)
-    assert count_amounts(tabular(str(table), limit=7), seq=1).train == 7
+    assert measure_dataset(tabular(str(table), limit=7), seq=1).train == 7
     lines = tmp_path / "t.jsonl"
     lines.write_text("\n".join(json.dumps({"a": i}) for i in range(50)))
     split = {"validation": 0, "test": 0}
-    assert count_amounts(tabular(str(lines), split=split), seq=1).train == 50
+    assert measure_dataset(tabular(str(lines), split=split), seq=1).train == 50
     held = tmp_path / "v.jsonl"
     held.write_text("{}\n" * 5)
-    both = count_amounts(tabular(str(lines), validation=str(held), test=str(held)), seq=1)
+    both = measure_dataset(tabular(str(lines), validation=str(held), test=str(held)), seq=1)
     assert (both.train, both.validation, both.test) == (50, 5, 5)
     np.save(tmp_path / "x.npy", np.zeros((30, 4)))
-    assert count_amounts(tabular(str(tmp_path / "x.npy"), split=split), seq=1).train == 30
+    assert measure_dataset(tabular(str(tmp_path / "x.npy"), split=split), seq=1).train == 30
     folder = tmp_path / "images"
     (folder / "cat").mkdir(parents=True)
     for number in range(6):
         (folder / "cat" / f"{number}.png").write_bytes(b"")
     (folder / "README").write_text("pictures of a cat")
-    assert count_amounts(tabular(str(folder), split=split), seq=1).train == 6
-    assert count_amounts(tabular("sklearn:iris"), seq=1).train == 120
-    assert count_amounts(tabular("synthetic:spoken-words"), seq=1).train == 448
+    assert measure_dataset(tabular(str(folder), split=split), seq=1).train == 6
+    assert measure_dataset(tabular("sklearn:iris"), seq=1).train == 120
+    assert measure_dataset(tabular("synthetic:spoken-words"), seq=1).train == 448
 
 
 def test_a_text_is_counted_in_blocks_of_tokens(tmp_path: Path) -> None:
@@ -573,11 +573,11 @@ def test_a_text_is_counted_in_blocks_of_tokens(tmp_path: Path) -> None:
     text.write_text("x" * 10_000)
     job = make_job(data={"train": str(text), "tokenizer": "bytes", "split": {"test": 0}})
     assert block_length(job) == 128
-    assert count_amounts(job, seq=128).train == 78 - 8
+    assert measure_dataset(job, seq=128).train == 78 - 8
     hinted = make_job(data={"train": "s3://bucket/x", "tokens": 1_000_000})
-    assert count_amounts(hinted, seq=1000).train == 1000
+    assert measure_dataset(hinted, seq=1000).train == 1000
     with pytest.raises(DataError, match="cannot be counted"):
-        count_amounts(make_job(data="s3://bucket/x"), seq=128)
+        measure_dataset(make_job(data="s3://bucket/x"), seq=128)
 
 
 def test_the_front_is_what_nothing_beats() -> None:
@@ -588,7 +588,7 @@ def test_the_front_is_what_nothing_beats() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
 def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    seen = look_ahead(make_job(), top=2, everything=True)
+    seen = search_options(make_job(), top=2, everything=True)
     path = tmp_path / f"out.{suffix}"
     write_plan_plot(seen, path, title="a <job>")
     content = path.read_bytes()

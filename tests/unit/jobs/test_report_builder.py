@@ -14,6 +14,7 @@ from yunlu.core.files import append_lines
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.planning.plan import Choice, Measurement, Plan, Prediction
+from yunlu.render.format import show_finding
 from yunlu.render.run_report.write import write_report
 from yunlu.runs.events import (
     AttemptStarted,
@@ -570,7 +571,7 @@ def test_what_the_engine_went_through_is_told(tmp_path: Path) -> None:
 
     assert [each.kind for each in report.incidents].count("skip") == 5
     assert [(each.kind, each.step) for each in report.incidents[-1:]] == [("rollback", 210)]
-    said = {finding.key: finding.text for finding in report.findings}
+    said = {finding.key: show_finding(finding).en for finding in report.findings}
     assert list(said) == [
         "out_of_memory",
         "rollback",

@@ -11,6 +11,7 @@ from tests.sample_events import sample
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import WorkerProcess, launch_lock, record_worker, this_process
 from yunlu.jobs.run import (
+    detect_lost,
     error_of,
     log_tail,
     move,
@@ -18,7 +19,6 @@ from yunlu.jobs.run import (
     recent_metrics,
     remaining_s,
     replay,
-    settle,
     worker_of,
 )
 from yunlu.runs.events import (
@@ -67,7 +67,7 @@ def test_events_fold_into_one_record(run):
     run.emit(sample(PlanMade, steps=100, best_metric="f1"))
     metrics = {"accuracy": 0.9, "f1": 0.8}
     run.emit(sample(Evaluated, split="validation", step=40, loss=0.3, metrics=metrics))
-    record = settle(run, new_record(run))
+    record = detect_lost(run, new_record(run))
     assert (record.state, record.step, record.steps) == (RunState.RUNNING, 40, 100)
     assert (record.metric, record.metric_value) == ("f1", 0.8)
     assert record.progress == 0.4
@@ -88,49 +88,49 @@ def test_torn_last_line_is_left_until_it_is_whole(run):
     begin(run, this_process())
     with (run.path / Log.EVENTS).open("a") as file:
         file.write('{"kind": "state", "at": 1.0, "da')
-    assert settle(run, new_record(run)).state is RunState.RUNNING
+    assert detect_lost(run, new_record(run)).state is RunState.RUNNING
     run.emit(StateChanged(state="finished"))
-    assert settle(run, new_record(run)).state is RunState.FINISHED
+    assert detect_lost(run, new_record(run)).state is RunState.FINISHED
 
 
 def test_vanished_worker_is_marked_lost_once(run):
     begin(run, dead_process())
-    record = settle(run, new_record(run))
+    record = detect_lost(run, new_record(run))
     assert record.state is RunState.LOST
     assert "vanished" in record.error
-    settle(run, record)
+    detect_lost(run, record)
     lost = [e for e, _ in run.read_events() if isinstance(e, StateChanged) and e.state == "lost"]
     assert len(lost) == 1
 
 
 def test_pid_that_passed_to_a_stranger_does_not_keep_a_run_alive(run):
     begin(run, dead_process(pid=os.getpid(), process_started_at=1_000_000.0))
-    assert settle(run, new_record(run)).state is RunState.LOST
+    assert detect_lost(run, new_record(run)).state is RunState.LOST
 
 
 def test_worker_on_another_host_is_not_judged(run):
     begin(run, dead_process(host=f"not-{socket.gethostname()}"))
-    assert settle(run, new_record(run)).state is RunState.RUNNING
+    assert detect_lost(run, new_record(run)).state is RunState.RUNNING
 
 
 def test_held_worker_lock_keeps_a_run_alive_whatever_its_pid_says(run):
     begin(run, dead_process())
     with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert settle(run, new_record(run)).state is RunState.RUNNING
-    assert settle(run, new_record(run)).state is RunState.LOST
+        assert detect_lost(run, new_record(run)).state is RunState.RUNNING
+    assert detect_lost(run, new_record(run)).state is RunState.LOST
 
 
 def test_run_that_is_being_started_is_not_buried(run):
     record_worker(run, dead_process())
     with launch_lock(run, wait=False):
-        assert settle(run, new_record(run)).state is RunState.PENDING
-    assert settle(run, new_record(run)).state is RunState.LOST
+        assert detect_lost(run, new_record(run)).state is RunState.PENDING
+    assert detect_lost(run, new_record(run)).state is RunState.LOST
 
 
 def test_submitter_that_died_before_starting_a_worker_loses_the_run(run):
     record_worker(run, dead_process(detached=False))
-    record = settle(run, new_record(run))
+    record = detect_lost(run, new_record(run))
     assert record.state is RunState.LOST
     assert "before its worker was started" in record.error
 
@@ -138,7 +138,7 @@ def test_submitter_that_died_before_starting_a_worker_loses_the_run(run):
 def test_worker_that_vanished_while_stopping_has_stopped(run):
     begin(run, dead_process())
     run.emit(StateChanged(state="stopping"))
-    assert settle(run, new_record(run)).state is RunState.STOPPED
+    assert detect_lost(run, new_record(run)).state is RunState.STOPPED
 
 
 def test_new_life_clears_the_error_and_undoes_later_steps(run):
@@ -146,7 +146,7 @@ def test_new_life_clears_the_error_and_undoes_later_steps(run):
     run.emit(sample(CheckpointSaved, step=30, path="x"))
     run.emit(ErrorRaised(code="training", message="The loss is not finite."))
     run.emit(StateChanged(state="failed"))
-    failed = settle(run, new_record(run))
+    failed = detect_lost(run, new_record(run))
     assert (failed.state, failed.error) == (RunState.FAILED, "The loss is not finite.")
     run.emit(StateChanged(state="pending"))
     run.emit(StateChanged(state="planning"))
@@ -160,13 +160,13 @@ def test_illegal_move_is_refused_and_leaves_no_event(run):
     run.emit(StateChanged(state="finished"))
     before = (run.path / Log.EVENTS).read_bytes()
     with pytest.raises(StoreError, match="finished cannot become pending"):
-        move(run, settle(run, new_record(run)), RunState.PENDING)
+        move(run, detect_lost(run, new_record(run)), RunState.PENDING)
     assert (run.path / Log.EVENTS).read_bytes() == before
 
 
 def test_replaced_log_is_read_from_its_start(run):
     begin(run, this_process())
-    record = settle(run, new_record(run))
+    record = detect_lost(run, new_record(run))
     (run.path / Log.EVENTS).unlink()
     run.emit(StateChanged(state="pending"))
     assert replay(run, record).state is RunState.PENDING
@@ -176,7 +176,7 @@ def test_worker_is_known_by_the_launchers_measure_when_its_own_differs(run):
     this = this_process()
     record_worker(run, this)
     run.emit(sample(AttemptStarted, number=1, pid=this.pid, process_started_at=12345.0))
-    assert worker_of(run, settle(run, new_record(run))) == this
+    assert worker_of(run, detect_lost(run, new_record(run))) == this
 
 
 def test_error_comes_back_as_the_class_its_code_names():
@@ -203,7 +203,7 @@ def test_remaining_time_follows_the_recent_pace(run):
     run.emit(sample(PlanMade, steps=100))
     lines = [json.dumps({"step": step, "at": 1000.0 + 2 * step}) for step in range(1, 11)]
     (run.path / Log.METRICS).write_text("\n".join(lines) + '\n{"step": 11, "a')
-    record = settle(run, new_record(run))
+    record = detect_lost(run, new_record(run))
     assert record.step == 10
     assert remaining_s(run, record) == pytest.approx(180.0)
 

@@ -21,6 +21,7 @@ from yunlu.jobs.run_log import RunLog
 from yunlu.jobs.worker_groups import newest_worker_group, read_samples, read_worker_groups
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.render.figures.workers import layout_figure
+from yunlu.render.format import show_finding
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
 from yunlu.render.terminal.report_summary import print_summary
@@ -425,7 +426,7 @@ def test_the_first_failure_is_on_top_with_worker_and_traceback(tmp_path: Path) -
 def test_advice_names_what_holds_the_run_up(tmp_path: Path) -> None:
     report = build_report(write_staged(tmp_path / "r"))
 
-    said = {finding.key: finding.text for finding in report.findings}
+    said = {finding.key: show_finding(finding).en for finding in report.findings}
     assert list(said) == ["effective", "redone", "communication"]
     assert "dp2 x tp2 x pp2 → fsdp3 x pp2" in said["effective"]
     assert "10." in said["redone"]

@@ -9,13 +9,13 @@ from yunlu.render.figures.values import CostTimeFigure, OptionPoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.jobs.plan_options import Outlook
+    from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.planning.search.options import PlanOption
 
 _HOUR_S = 3600
 
 
-def plan_options_figure(outlook: Outlook, *, title: str) -> CostTimeFigure:
+def plan_options_figure(outlook: PlanOutcome, *, title: str) -> CostTimeFigure:
     """All candidates with a price, their Pareto front, and the options with their intervals."""
     # What costs nothing has no place on a logarithmic axis.
     priced = [(hours, dollars) for hours, dollars, _ in outlook.candidates if dollars > 0]

@@ -1,1 +1,1 @@
-"""Before the first step: settings tried on the model itself, and what was found remembered."""
+"""Autotuning before the first step: settings timed on the model itself, cached between runs."""

@@ -1,6 +1,6 @@
-"""What was found for a shape, kept for the next run of it.
+"""Cache of tuned settings by model shape.
 
-Settings change the rounding of sums, so a choice once made for a job on a machine stays: the same job
+Settings change the rounding of sums, so settings once chosen for a job on a machine stay: the same job
 and seed then give the same losses. Of two runs that measure at the same time, the first to write wins.
 """
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 
 def load_cached(shape: Sequence[Any]) -> TunedSettings | None:
-    """What an earlier run of the same shape found."""
+    """Tuned settings of an earlier run of the same shape; None if not cached."""
     try:
-        found = TunedSettings.model_validate_json(_path(shape).read_bytes())
+        tuned = TunedSettings.model_validate_json(_path(shape).read_bytes())
     except (OSError, ValidationError):
         return None
-    trials = tuple(trial.model_copy(update={"remembered": True}) for trial in found.trials)
-    return found.model_copy(update={"trials": trials})
+    trials = tuple(trial.model_copy(update={"remembered": True}) for trial in tuned.trials)
+    return tuned.model_copy(update={"trials": trials})
 
 
-def save_cached(shape: Sequence[Any], found: TunedSettings) -> TunedSettings:
-    """Keep it, and return what is kept: an earlier entry stays."""
+def save_cached(shape: Sequence[Any], tuned: TunedSettings) -> TunedSettings:
+    """Store tuned settings; returns the stored entry: an earlier one stays."""
     path = _path(shape)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(found.model_dump_json())
+        aside.write_text(tuned.model_dump_json())
         os.link(aside, path)  # fails where there is one already
     except FileExistsError:
-        return load_cached(shape) or found
+        return load_cached(shape) or tuned
     except OSError:
-        return found  # without a cache the next run measures again
+        return tuned  # without a cache the next run measures again
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
-    return found
+    return tuned
 
 
 def _path(shape: Sequence[Any]) -> Path:

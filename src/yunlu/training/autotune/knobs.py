@@ -1,4 +1,4 @@
-"""What may be set in several ways on this machine, for this model and this data."""
+"""Tunable settings on this machine, for this model and its data."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ if TYPE_CHECKING:
     from yunlu.training.training_inputs import TrainingInputs
 
 _ALL_THREADS_WORTH = 1 / 1.2
-"""One thread is taken unless all are this much faster: the others are better left to others."""
+"""One thread is used unless all are this much faster: free cores are better left to other jobs."""
 _PRECISION_WORTH = 1.1
 _LITTLE_PADDING, _MUCH_PADDING = 0.05, 0.3
-"""Shares of what is computed: below the one nothing is tried, above the other always."""
+"""Shares of padding: below the first packing is not tried, above the second always."""
 _SMALL_PASS_S = 0.02
-"""Below this, a pass is mostly the calls themselves: fewer samples in it can only be slower."""
+"""Below this, call overhead dominates a pass: a smaller micro-batch can only be slower."""
 
 
 def start_settings(
-    job: Job, parts: TrainingInputs, *, threads: int, micro_batch: int
+    job: Job, inputs: TrainingInputs, *, threads: int, micro_batch: int
 ) -> StepSettings:
-    """What the job pins, and for the rest what is never a bad choice."""
+    """Initial settings: what the job pins, and safe defaults for the rest."""
     train = job.train
-    paddings = padding_options(parts.task, parts.model, parts.splits)
-    # Batching by length is never chosen for anyone: where length and content go together, a batch is
-    # no longer a fair sample (an example lost a tenth of its answers by it).
+    paddings = padding_options(inputs.task, inputs.model, inputs.splits)
+    # Bucketing by length is never a default: where length and content correlate, a batch is no
+    # longer a random sample (one example lost a tenth of its accuracy).
     padding = "pad" if train.padding == "auto" else train.padding
     check_padding(padding, paddings)
     return StepSettings(
         threads=threads if train.threads == "auto" else train.threads,
         micro_batch=micro_batch,
         precision="fp32" if train.precision == "auto" else train.precision,
-        kernel=kernels_for(parts.model, train.optimizer)[0]
+        kernel=kernels_for(inputs.model, train.optimizer)[0]
         if train.optimizer.kernel == "auto"
         else train.optimizer.kernel,
         padding=padding,
         recompute="none" if train.recompute == "auto" else train.recompute,
-        compile=_asked_compiler(job),
+        compile=_requested_compiler(job),
     )
 
 
-def _asked_compiler(job: Job) -> Compiler:
-    asked = job.train.compile
-    if asked == "xla":
+def _requested_compiler(job: Job) -> Compiler:
+    requested = job.train.compile
+    if requested == "xla":
         return "xla"
-    return "inductor" if asked is True else "none"
+    return "inductor" if requested is True else "none"
 
 
-def _padding_knob(job: Job, parts: TrainingInputs, batch: int) -> Knob | None:
-    """Packing: the same samples in each step, without the padding. How much there is can be counted."""
-    lengths = lengths_of(parts.splits.train)
-    if lengths is None or "pack" not in padding_options(parts.task, parts.model, parts.splits):
+def _padding_knob(job: Job, inputs: TrainingInputs, batch: int) -> Knob | None:
+    """The packing knob: the same samples in each step, without padding; None if there is little."""
+    lengths = lengths_of(inputs.splits.train)
+    if lengths is None or "pack" not in padding_options(inputs.task, inputs.model, inputs.splits):
         return None
     share = expected_padding(lengths, make_order(len(lengths), batch, job.train.seed))
     if share < _LITTLE_PADDING:
@@ -73,30 +73,30 @@ def _padding_knob(job: Job, parts: TrainingInputs, batch: int) -> Knob | None:
     return _choices("padding", ["pack"], always=share >= _MUCH_PADDING)
 
 
-def list_knobs(job: Job, parts: TrainingInputs, machine: Machine, meter: ModelTimer) -> list[Knob]:
-    """The levers that the job leaves to us, cheapest and surest first."""
+def list_knobs(job: Job, inputs: TrainingInputs, machine: Machine, timer: ModelTimer) -> list[Knob]:
+    """Knobs that the job does not pin, cheapest and surest first."""
     train, device = job.train, machine.best_device
-    levers: list[Knob] = []
+    knobs: list[Knob] = []
     if train.threads == "auto" and device.kind == "cpu":
-        levers.append(
+        knobs.append(
             Knob(field="threads", options=_one_thread, worth=_ALL_THREADS_WORTH, always=True)
         )
-    packing = _padding_knob(job, parts, meter.batch) if train.padding == "auto" else None
+    packing = _padding_knob(job, inputs, timer.batch) if train.padding == "auto" else None
     if packing is not None:
-        levers.append(packing)
+        knobs.append(packing)
     if train.micro_batch == "auto" and not train.gradient_release:
-        levers.append(Knob(field="micro_batch", options=lambda now: _smaller(now, meter)))
+        knobs.append(Knob(field="micro_batch", options=lambda now: _smaller(now, timer)))
     if train.precision == "auto":
-        levers.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
-    is_alone = count_devices(job, gpus=machine.gpus) == 1
-    if train.compile == "auto" and is_alone:  # whether it works is found out only where it may pay
-        extra_s = estimate_compile_s(parts.model)
-        levers.append(Knob(field="compile", options=_compiled, extra_s=extra_s))
-    return levers
+        knobs.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
+    is_single = count_devices(job, gpus=machine.gpus) == 1
+    if train.compile == "auto" and is_single:  # availability is checked only where it may pay
+        extra_s = estimate_compile_s(inputs.model)
+        knobs.append(Knob(field="compile", options=_compiled, extra_s=extra_s))
+    return knobs
 
 
 def fast_precisions(device: Device) -> list[PrecisionName]:
-    """Those worth trying by a matrix product on this device; FP16 only for want of BF16."""
+    """Precisions worth trying, by the speed of a matrix product; FP16 only without BF16."""
     worth = [speed.precision for speed in measured_speeds(device) if speed.is_worth_using]
     return [name for name in ("tf32", "bf16") if name in worth] or [
         name for name in ("fp16",) if name in worth
@@ -117,7 +117,7 @@ def _choices(
 
 
 def _compiled(now: StepSettings) -> list[StepSettings]:
-    """Packed batches have lengths as numbers in the program: nearly every one would be another."""
+    """Not for packed batches: lengths are constants there, and nearly every batch would recompile."""
     return [] if now.padding == "pack" else [now.model_copy(update={"compile": "inductor"})]
 
 
@@ -125,9 +125,9 @@ def _one_thread(now: StepSettings) -> list[StepSettings]:
     return [now.model_copy(update={"threads": 1})] if now.threads > 1 else []
 
 
-def _smaller(now: StepSettings, meter: ModelTimer) -> list[StepSettings]:
-    """A half and a quarter: what fits a cache may be faster than what fits the memory."""
-    if now.micro_batch * meter.sample_s(now) < _SMALL_PASS_S:
+def _smaller(now: StepSettings, timer: ModelTimer) -> list[StepSettings]:
+    """A half and a quarter: a micro-batch that fits the CPU cache may be faster."""
+    if now.micro_batch * timer.sample_s(now) < _SMALL_PASS_S:
         return []
     sizes = {now.micro_batch // 2, now.micro_batch // 4} - {0}
     return [now.model_copy(update={"micro_batch": size}) for size in sorted(sizes, reverse=True)]

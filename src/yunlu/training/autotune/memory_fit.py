@@ -1,4 +1,4 @@
-"""What fits into memory: how many samples at a time, and what has to be computed again for that."""
+"""Memory fit: the largest micro-batch, and recomputation if not even one sample fits."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ if TYPE_CHECKING:
     from yunlu.training.autotune.timer import ModelTimer
     from yunlu.training.tasks.task import Batch
 
-_LOOK_SAMPLES = 8
+_MEASURED_SAMPLES = 8
 _TEMPORARY = 1.15
-"""Besides what is kept for the backward pass, operators hold temporary results: 3.0 where 2.6 were kept."""
+"""Peak memory over saved activations: operators hold temporary results (3.0 GB measured for 2.6 GB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """Settings that fit, and what was counted to find them."""
+    """Settings that fit into memory, and the measured activations."""
 
     settings: StepSettings
     bytes_per_sample: float
-    """Activations that a sample keeps until its backward pass."""
+    """Activations saved per sample for the backward pass."""
     reasons: dict[str, str]
 
 
 def fit_memory(
     job: Job,
     model: nn.Module,
-    meter: ModelTimer,
+    timer: ModelTimer,
     first: StepSettings,
     *,
     batch: int,
     room_bytes: float,
 ) -> MemoryFit:
-    """The largest micro-batch that fits; activations are computed again where not even one does."""
+    """The largest micro-batch that fits; recomputes activations if not even one sample fits."""
     apply_recompute(model, first.recompute)
-    kept_bytes, size = with_less_memory(
-        lambda size: _look(meter, first.model_copy(update={"micro_batch": size}), model),
-        min(_LOOK_SAMPLES, batch),
+    saved_bytes, size = with_less_memory(
+        lambda size: _measure_activations(timer, first.model_copy(update={"micro_batch": size}), model),
+        min(_MEASURED_SAMPLES, batch),
         undo=lambda: model.zero_grad(set_to_none=True),
-        told=lambda _size, _message: None,
+        on_shrink=lambda _size, _message: None,
     )
-    settings, per_sample, reasons = first, _TEMPORARY * kept_bytes / size, dict[str, str]()
-    asked = job.train.micro_batch
-    fewest = 1 if asked == "auto" else min(asked, batch)
+    settings, per_sample, reasons = first, _TEMPORARY * saved_bytes / size, dict[str, str]()
+    requested = job.train.micro_batch
+    fewest = 1 if requested == "auto" else min(requested, batch)
     is_tight = fewest * per_sample > room_bytes
     if is_tight and job.train.recompute == "auto" and find_blocks(model):
-        one = meter.longest(first.model_copy(update={"micro_batch": 1}))
-        kept = recompute_savings(model, lambda: meter.backward(first, one))
-        mode, share = plan_recompute(kept, room_bytes / fewest)
+        one = timer.longest(first.model_copy(update={"micro_batch": 1}))
+        peak_bytes = recompute_savings(model, lambda: timer.backward(first, one))
+        mode, share = plan_recompute(peak_bytes, room_bytes / fewest)
         apply_recompute(model, mode, share=share)
         settings = first.model_copy(update={"recompute": mode, "recompute_share": share})
-        whole = kept["none"]
-        per_sample *= (whole + share * (kept[mode] - whole)) / whole
-        reasons["recompute"] = f"{share:.0%} of the blocks: else {fewest} at a time would not fit"
+        without = peak_bytes["none"]
+        per_sample *= (without + share * (peak_bytes[mode] - without)) / without
+        reasons["recompute"] = f"{share:.0%} of the blocks: otherwise a micro-batch of {fewest} does not fit"
     micro = choose_micro_batch(job, batch=batch, room_bytes=room_bytes, bytes_per_sample=per_sample)
     return MemoryFit(
         settings=settings.model_copy(update={"micro_batch": micro}),
@@ -74,21 +74,21 @@ def fit_memory(
     )
 
 
-def _look(meter: ModelTimer, settings: StepSettings, model: nn.Module) -> float:
-    """Activation memory of one pass; the first time the model meets the data."""
-    batch = meter.longest(settings)
-    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept: dict[int, int] = {}
+def _measure_activations(timer: ModelTimer, settings: StepSettings, model: nn.Module) -> float:
+    """Bytes of activations saved in one pass; also the model's first pass over the data."""
+    batch = timer.longest(settings)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            meter.look(settings, batch)
+        with saved_tensors_hooks(record, lambda tensor: tensor):
+            timer.run_first(settings, batch)
     except YunluError:
         raise
     except Exception as error:
@@ -99,7 +99,7 @@ def _look(meter: ModelTimer, settings: StepSettings, model: nn.Module) -> float:
             hint=f"It was given {_shapes(batch)}. Check that the model fits the task and the data "
             "(`--debug` shows where it failed).",
         ) from error
-    return float(sum(kept.values()))
+    return float(sum(saved.values()))
 
 
 def _shapes(batch: Batch) -> str:

@@ -1,4 +1,4 @@
-"""The search for fast settings: one after the other, each against the best so far, in a budget."""
+"""Search for fast settings: one knob after the other, each against the best so far, in a budget."""
 
 from __future__ import annotations
 
@@ -13,74 +13,74 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_UNTRIED = {False: "the run is too short to try another", True: "nothing else runs here"}
+_UNTRIED = {False: "the run is too short to try another", True: "no other option works here"}
 
 
 class SettingsTimer(Protocol):
     """Times settings on the real model."""
 
     def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
-        """Seconds per sample with each, taken in turns; none where the second does not run."""
+        """Seconds per sample with each, interleaved; None if the second fails."""
         ...
 
     def comparison_s(self, settings: StepSettings) -> float:
-        """About how long a comparison takes."""
+        """Estimated seconds of a comparison."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing that may be set in several ways."""
+    """One setting with several options."""
 
     field: str
-    """The field of ``StepSettings``."""
+    """Field of ``StepSettings``."""
     options: Callable[[StepSettings], Sequence[StepSettings]]
-    """What else it could be."""
+    """Alternatives to the current settings."""
     worth: float = 1.05
-    """How much faster an option must be: below that, it is noise or not worth its side effects."""
+    """Least speedup to adopt an option: below it is noise, or not worth the side effects."""
     extra_s: float = 0.0
-    """What trying costs besides the timing: a compiler's work."""
+    """Seconds of a trial besides timing: compilation."""
     always: bool = False
-    """Tried in the shortest run too: the wrong choice may cost many times the trial."""
+    """Try it in the shortest run too: the wrong choice may cost many times the trial."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name."""
         return self.field.replace("_", "-")
 
 
 class TunedSettings(Value):
-    """What a search ended with."""
+    """Result of a search."""
 
     settings: StepSettings
     reasons: dict[str, str]
-    """Why each setting that had a choice is what it is, by field."""
+    """Reason for each setting with options, by field."""
     trials: tuple[AutotuneTrial, ...]
 
 
 def search(
-    meter: SettingsTimer,
+    timer: SettingsTimer,
     start: StepSettings,
-    levers: Sequence[Knob],
+    knobs: Sequence[Knob],
     budget_s: Callable[[StepSettings], float],
 ) -> tuple[TunedSettings, float]:
-    """Pull each lever in turn; returns what was found and the seconds it took.
+    """Try each knob in turn; returns the result and the seconds it took.
 
-    ``budget_s`` gives what may be spent in all, from the best settings so far: what a faster one
-    saves is not there to be spent.
+    ``budget_s`` computes the total budget from the best settings so far: faster settings make a
+    shorter run, with a smaller budget.
     """
     settings, trials, reasons = start, list[AutotuneTrial](), dict[str, str]()
     spent_s = 0.0
-    for lever in levers:
-        options = lever.options(settings)
+    for knob in knobs:
+        options = knob.options(settings)
         began_at = perf_counter()
         tried: list[tuple[float, StepSettings, float]] = []
         failed = False
         for option in options:
-            needed_s = meter.comparison_s(settings) + lever.extra_s
-            if not lever.always and spent_s + needed_s > budget_s(settings):
+            needed_s = timer.comparison_s(settings) + knob.extra_s
+            if not knob.always and spent_s + needed_s > budget_s(settings):
                 break
-            outcome = meter.compare(settings, option)
+            outcome = timer.compare(settings, option)
             spent_s += perf_counter() - began_at
             began_at = perf_counter()
             failed = failed or outcome is None
@@ -88,34 +88,34 @@ def search(
                 before_s, after_s = outcome
                 tried.append((before_s / max(after_s, 1e-12), option, after_s))
         winner = max(tried, key=lambda one: one[0], default=None)
-        keeps = winner is not None and winner[0] >= lever.worth
+        adopts = winner is not None and winner[0] >= knob.worth
         trials += [
             AutotuneTrial(
-                name=lever.name,
-                value=str(getattr(option, lever.field)),
+                name=knob.name,
+                value=str(getattr(option, knob.field)),
                 sample_s=seconds,
                 speedup=speedup,
-                kept=keeps and winner is not None and option == winner[1],
+                kept=adopts and winner is not None and option == winner[1],
             )
             for speedup, option, seconds in tried
         ]
         if tried:
-            reasons[lever.field] = _reason(lever, settings, tried, kept=keeps)
+            reasons[knob.field] = _reason(knob, settings, tried, is_adopted=adopts)
         elif options:
-            reasons[lever.field] = _UNTRIED[failed]
-        if keeps and winner is not None:
+            reasons[knob.field] = _UNTRIED[failed]
+        if adopts and winner is not None:
             settings = winner[1]
     return TunedSettings(settings=settings, reasons=reasons, trials=tuple(trials)), spent_s
 
 
 def _reason(
-    lever: Knob, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, kept: bool
+    knob: Knob, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, is_adopted: bool
 ) -> str:
     speedup, option, _ = max(tried, key=lambda one: one[0])
-    now = getattr(before, lever.field)
-    if kept and speedup < 1:
+    now = getattr(before, knob.field)
+    if is_adopted and speedup < 1:
         return f"{now} would be only {1 / speedup:.3g} × as fast here"
-    if kept:
+    if is_adopted:
         return f"{speedup:.3g} × as fast as {now} here"
-    other = getattr(option, lever.field)
+    other = getattr(option, knob.field)
     return f"{other} is {speedup:.3g} × as fast: {'too little' if speedup > 1 else 'no'} gain"

@@ -1,4 +1,4 @@
-"""Times settings on the real model and the run's own first samples."""
+"""Timing of settings on the real model and the first samples of the run."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 _TIMED_S = 1.0
 _PASSES = 5
 _LONG_PASS_S = 0.3
-"""A pass this long is timed once: it averages over what disturbs it by itself."""
-_LONG_LOOK_S = 1.5
-"""A first pass this long is hardly longer for being the first."""
-_HOPELESS = 3.0
-"""A first pass this many times slower than the settings before is not timed again."""
-_UNLIKE_MICROS = 4
-"""How many micro-batches are timed where samples differ in length."""
+"""A pass this long is timed once: it averages out noise by itself."""
+_LONG_FIRST_S = 1.5
+"""In a first pass this long the warm-up hardly counts."""
+_VERY_SLOW = 3.0
+"""A first pass this many times slower than the current settings is not timed again."""
+_VARYING_MICROS = 4
+"""Number of micro-batches timed where samples vary in length."""
 
 
 class ModelTimer:
-    """Runs passes under given settings; the caller puts weights and random numbers back."""
+    """Runs passes under given settings; the caller restores weights and random numbers."""
 
     def __init__(
-        self, job: Job, parts: TrainingInputs, device: torch.device, *, batch: int
+        self, job: Job, inputs: TrainingInputs, device: torch.device, *, batch: int
     ) -> None:
-        self._job, self._parts, self._device, self.batch = job, parts, device, batch
-        self._lengths = lengths_of(parts.splits.train)
+        self._job, self._inputs, self._device, self.batch = job, inputs, device, batch
+        self._lengths = lengths_of(inputs.splits.train)
         self._micros: dict[tuple[str, int], list[Batch]] = {}
         self._sample_s: dict[str, float] = {}
         self._compiled: Any = None
-        self._looked_s: float | None = None
+        self._first_pass_s: float | None = None
         self.load_s_per_sample = 0.0
 
     def micros(self, settings: StepSettings) -> list[Batch]:
-        """The first micro-batches of the run, as these settings make them."""
+        """The first micro-batches of the run under these settings."""
         key = settings.padding, settings.micro_batch
         if key not in self._micros:
-            samples, seed = self._parts.splits.train, self._job.train.seed
+            samples, seed = self._inputs.splits.train, self._job.train.seed
             order = make_order(
                 samples=len(samples),
                 batch=self.batch,
@@ -67,22 +67,22 @@ class ModelTimer:
                 lengths=self._lengths,
                 padding=settings.padding,
             )
-            count = 1 if self._lengths is None else _UNLIKE_MICROS
+            count = 1 if self._lengths is None else _VARYING_MICROS
             lengths = None if settings.padding == "pack" else self._lengths
             lists = micro_indices(order, settings.micro_batch, 0, count, lengths=lengths)
-            collate = collate_for(self._parts.task, settings.padding)
+            collate = collate_for(self._inputs.task, settings.padding)
             self._micros[key] = [self._fetch(some, collate) for some in islice(lists, count)]
         return self._micros[key]
 
     def longest(self, settings: StepSettings) -> Batch:
-        """The largest micro-batch that can come: what has to fit into memory."""
+        """The largest possible micro-batch: it has to fit into memory."""
         if self._lengths is None:
             return self.micros(settings)[0]
         indices = longest_samples(self._lengths, settings.micro_batch)
-        return self._fetch(indices, collate_for(self._parts.task, settings.padding))
+        return self._fetch(indices, collate_for(self._inputs.task, settings.padding))
 
     def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
-        """Seconds per sample with each, in turns: what else the machine does hits both."""
+        """Seconds per sample with each, interleaved: other load affects both."""
         try:
             first_s = self._first_pass(after)
         except YunluError:  # no compiler, or one that cannot take this model
@@ -92,30 +92,30 @@ class ModelTimer:
             if is_out_of_memory(error):
                 return None
             raise
-        if first_s > _HOPELESS * self.sample_s(before):
+        if first_s > _VERY_SLOW * self.sample_s(before):
             return self.sample_s(before), first_s
         self._first_pass(before)
         spans: list[tuple[StepSettings, list[float]]] = [(before, []), (after, [])]
         began_at = perf_counter()
         for _ in range(_PASSES):
-            for settings, found in spans:
-                found.append(self._timed_pass(settings))
+            for settings, seconds in spans:
+                seconds.append(self._timed_pass(settings))
             if perf_counter() - began_at > 2 * _TIMED_S:
                 break
-        for settings, found in spans:
-            self._sample_s[_key(settings)] = sorted(found)[len(found) // 2]
+        for settings, seconds in spans:
+            self._sample_s[_key(settings)] = sorted(seconds)[len(seconds) // 2]
         return self.sample_s(before), self.sample_s(after)
 
     def comparison_s(self, settings: StepSettings) -> float:
-        """A pass to warm up and a few to time, each twice."""
+        """Estimated seconds: a warm-up pass and a few timed passes, for both settings."""
         pass_s = self.sample_s(settings) * sum(micro.samples for micro in self.micros(settings))
         return 2 * (pass_s + max(min(_PASSES * pass_s, _TIMED_S), pass_s))
 
     def sample_s(self, settings: StepSettings) -> float:
-        """Seconds per sample of forward and backward: the median of a few passes."""
+        """Seconds per sample of forward and backward: median of a few passes."""
         key = _key(settings)
-        if self._looked_s is not None and not self._sample_s and self._lengths is None:
-            self._sample_s[key] = self._looked_s
+        if self._first_pass_s is not None and not self._sample_s and self._lengths is None:
+            self._sample_s[key] = self._first_pass_s
         if key not in self._sample_s:
             self._first_pass(settings)
             first_s = self._timed_pass(settings)
@@ -126,12 +126,12 @@ class ModelTimer:
         return self._sample_s[key]
 
     def update_s(self, kernel: Kernel) -> float:
-        """Seconds of one update that changes nothing: no gradient, no rate, no decay."""
-        for weight in self._parts.model.parameters():
+        """Seconds of one optimiser step that changes nothing: zero gradient, rate and decay."""
+        for weight in self._inputs.model.parameters():
             if weight.grad is not None:
                 weight.grad.zero_()
         optimizer = build_optimizer(
-            self._parts.model,
+            self._inputs.model,
             self._job.train.optimizer,
             lr=0.0,
             weight_decay=0.0,
@@ -142,26 +142,26 @@ class ModelTimer:
         return self._median(lambda: self._timed(optimizer.step))
 
     def switch(self, settings: StepSettings) -> None:
-        """Make torch and the model as these settings say."""
+        """Apply these settings to torch and the model."""
         torch.set_num_threads(settings.threads)
         if settings.compile == "inductor":
             if self._compiled is None:
-                compile_model(self._parts.model, settings.compile, self._device)
-                self._compiled = compiled_call(self._parts.model)
-            set_compiled_call(self._parts.model, self._compiled)
+                compile_model(self._inputs.model, settings.compile, self._device)
+                self._compiled = compiled_call(self._inputs.model)
+            set_compiled_call(self._inputs.model, self._compiled)
         elif self._compiled is not None:
-            set_compiled_call(self._parts.model, None)
+            set_compiled_call(self._inputs.model, None)
 
-    def look(self, settings: StepSettings, batch: Batch) -> None:
-        """A first pass; a long one is timed by the way, so that it need not be repeated."""
+    def run_first(self, settings: StepSettings, batch: Batch) -> None:
+        """Run a first pass; a long one is timed, so that it need not be repeated."""
         seconds = self._timed(lambda: self.backward(settings, batch))
-        if seconds > _LONG_LOOK_S:
-            self._looked_s = seconds / batch.samples
+        if seconds > _LONG_FIRST_S:
+            self._first_pass_s = seconds / batch.samples
 
     def backward(self, settings: StepSettings, batch: Batch) -> None:
         """One forward and backward pass."""
         with Precision(settings.precision, self._device).forward():
-            loss, _ = self._parts.task.loss(self._parts.model, batch)
+            loss, _ = self._inputs.task.loss(self._inputs.model, batch)
         if loss.ndim:
             raise ModelError(
                 f"The loss must be one number; got shape {tuple(loss.shape)}.",
@@ -176,12 +176,12 @@ class ModelTimer:
 
     def _fetch(self, indices: NDArray[np.int64], collate: Callable[..., Batch]) -> Batch:
         started_at = perf_counter()
-        batch = collate(fetch(self._parts.splits.train, indices))
+        batch = collate(fetch(self._inputs.splits.train, indices))
         self.load_s_per_sample = (perf_counter() - started_at) / len(indices)
         return batch.to(self._device)
 
     def _first_pass(self, settings: StepSettings) -> float:
-        """Compile, allocate, fill caches; a compiled model's own first pass tells nothing."""
+        """Warm up: compile, allocate, fill caches. The time of a compilation is not returned."""
         first_s = self._timed_pass(settings)
         return first_s if settings.compile == "none" else self._timed_pass(settings)
 

@@ -45,7 +45,7 @@ class Snapshot:
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     """By group (``model``, ``optimizer``, ``random``), whole tensors that nobody else changes."""
-    pieces: dict[str, dict[str, TensorShard]] = field(
+    shards: dict[str, dict[str, TensorShard]] = field(
         default_factory=dict[str, dict[str, TensorShard]]
     )
     """By group, parts of live tensors: they are copied before training goes on."""
@@ -57,18 +57,18 @@ class Snapshot:
     @property
     def groups(self) -> list[str]:
         """Also those without a tensor."""
-        return sorted({*self.tensors, *self.pieces})
+        return sorted({*self.tensors, *self.shards})
 
-    def all_pieces(self) -> dict[str, TensorShard]:
+    def all_shards(self) -> dict[str, TensorShard]:
         """Everything as pieces named ``<group>/<name>``; those that hold nothing are left out."""
         kept = {
             group: {name: shard_of(name, tensor) for name, tensor in tensors.items()}
             for group, tensors in self.tensors.items()
         }
         return {
-            piece.name: piece
-            for piece in [*join_groups(kept), *join_groups(self.pieces)]
-            if not piece.box.is_empty or 0 in piece.shape
+            shard.name: shard
+            for shard in [*join_groups(kept), *join_groups(self.shards)]
+            if not shard.region.is_empty or 0 in shard.shape
         }
 
 
@@ -93,18 +93,18 @@ def write_part(
     place: CheckpointStorage,
     directory: str,
     crew: SaveGroup,
-    pieces: Mapping[str, TensorShard],
+    shards: Mapping[str, TensorShard],
     *,
     groups: list[str],
     between: Callable[[], None],
 ) -> None:
     """Write this worker's file, then its report."""
-    tensors = {name: piece.tensor.detach().cpu().contiguous() for name, piece in pieces.items()}
+    tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
     with place.create(directory, _file_of(crew.rank)) as stream:
         described = write_tensors(stream, tensors, between)
     told = {
-        name: [piece.shape, CODES[piece.tensor.dtype], piece.box.offset, piece.box.size]
-        for name, piece in pieces.items()
+        name: [shard.shape, CODES[shard.tensor.dtype], shard.region.offset, shard.region.size]
+        for name, shard in shards.items()
     }
     report = {"version": VERSION, "file": described, "tensors": told, "groups": groups}
     place.put(directory, _report_of(crew.rank), pack_manifest(report))

@@ -32,7 +32,7 @@ class StoredShard:
     """A box of a tensor in a file, under the tensor's name."""
 
     file: str
-    box: TensorSlice
+    region: TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """Size and checksum by name."""
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    holdings: dict[str, list[StoredShard]] = field(default_factory=dict[str, list[StoredShard]])
+    stored_shards: dict[str, list[StoredShard]] = field(default_factory=dict[str, list[StoredShard]])
 
     @property
     def nbytes(self) -> int:
@@ -107,29 +107,29 @@ class _Checked:
             shape = _numbers(told["shape"])
             self._need(name.partition("/")[0] in groups, f"{name!r} is in no group")
             self._need(told["dtype"] in DTYPES, f"{name!r} has an unknown type")
-            holdings = [
+            stored_shards = [
                 StoredShard(file, TensorSlice(_numbers(offset), _numbers(size)))
                 for file, offset, size in told["pieces"]
             ]
-            for holding in holdings:
-                self._check(name, shape, holding, files)
-            boxes = [holding.box for holding in holdings]
-            self._need(not missing_elements(full_slice(shape), boxes), f"{name!r} has a hole")
+            for stored in stored_shards:
+                self._check(name, shape, stored, files)
+            regions = [stored.region for stored in stored_shards]
+            self._need(not missing_elements(full_slice(shape), regions), f"{name!r} has a hole")
             manifest.specs[name] = TensorSpec(shape, DTYPES[told["dtype"]])
-            manifest.holdings[name] = holdings
+            manifest.stored_shards[name] = stored_shards
         return manifest
 
     def _check(
-        self, name: str, shape: tuple[int, ...], holding: StoredShard, files: dict[str, Any]
+        self, name: str, shape: tuple[int, ...], stored: StoredShard, files: dict[str, Any]
     ) -> None:
-        box = holding.box
+        region = stored.region
         self._need(
-            holding.file in files and holding.file != STATE, f"{name!r} is in an unknown file"
+            stored.file in files and stored.file != STATE, f"{name!r} is in an unknown file"
         )
-        self._need(len(box.offset) == len(box.size) == len(shape), f"{name!r} is cut wrongly")
+        self._need(len(region.offset) == len(region.size) == len(shape), f"{name!r} is cut wrongly")
         inside = all(
             start + length <= end
-            for start, length, end in zip(box.offset, box.size, shape, strict=True)
+            for start, length, end in zip(region.offset, region.size, shape, strict=True)
         )
         self._need(inside, f"a piece of {name!r} lies outside it")
 

@@ -61,19 +61,19 @@ class CheckpointReader:
             if file != STATE:
                 self._file(file)
 
-    def read(self, name: str, box: TensorSlice) -> Tensor:
+    def read(self, name: str, region: TensorSlice) -> Tensor:
         """A part of a tensor."""
         spec = self._manifest.specs[name]
-        holdings = self._holdings(name, box)
-        for holding in holdings:
-            self._file(holding.file)
+        stored_shards = self._find_stored(name, region)
+        for stored in stored_shards:
+            self._file(stored.file)
         try:
-            if len(holdings) == 1 and holdings[0].box == box:
-                return self._file(holdings[0].file).get_tensor(name)
-            result = torch.empty(box.size, dtype=spec.dtype)
-            for holding in holdings:
-                common = box.intersect(holding.box)
-                result[common.within(box)] = self._slice(name, holding, common)
+            if len(stored_shards) == 1 and stored_shards[0].region == region:
+                return self._file(stored_shards[0].file).get_tensor(name)
+            result = torch.empty(region.size, dtype=spec.dtype)
+            for stored in stored_shards:
+                common = region.intersect(stored.region)
+                result[common.within(region)] = self._slice(name, stored, common)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
         return result
@@ -85,28 +85,28 @@ class CheckpointReader:
             self._clear()
             self._clear = None
 
-    def _holdings(self, name: str, box: TensorSlice) -> list[StoredShard]:
-        found = self._manifest.holdings[name]
-        exact = [holding for holding in found if holding.box == box]
+    def _find_stored(self, name: str, region: TensorSlice) -> list[StoredShard]:
+        found = self._manifest.stored_shards[name]
+        exact = [stored for stored in found if stored.region == region]
         if exact:
             return exact[:1]
-        return [holding for holding in found if not holding.box.intersect(box).is_empty]
+        return [stored for stored in found if not stored.region.intersect(region).is_empty]
 
-    def _slice(self, name: str, holding: StoredShard, common: TensorSlice) -> Tensor:
-        file = self._file(holding.file)
-        if common == holding.box:  # also the only way to read a scalar
+    def _slice(self, name: str, stored: StoredShard, common: TensorSlice) -> Tensor:
+        file = self._file(stored.file)
+        if common == stored.region:  # also the only way to read a scalar
             return file.get_tensor(name)
-        return file.get_slice(name)[common.within(holding.box)]
+        return file.get_slice(name)[common.within(stored.region)]
 
     def _files_of(self, wanted: Iterable[TensorShard]) -> list[str]:
-        known = self._manifest.holdings
-        pieces = [piece for piece in wanted if piece.name in known]
+        known = self._manifest.stored_shards
+        shards = [shard for shard in wanted if shard.name in known]
         return sorted(
             {
-                holding.file
-                for piece in pieces
-                if not piece.box.is_empty
-                for holding in self._holdings(piece.name, piece.box)
+                stored.file
+                for shard in shards
+                if not shard.region.is_empty
+                for stored in self._find_stored(shard.name, shard.region)
             }
         )
 
@@ -135,15 +135,15 @@ class CheckpointReader:
 
     def _check_contents(self, file: str, opened: Any) -> None:
         names = set(opened.keys())
-        for name, holdings in self._manifest.holdings.items():
-            for holding in holdings:
-                if holding.file != file:
+        for name, stored_shards in self._manifest.stored_shards.items():
+            for stored in stored_shards:
+                if stored.file != file:
                     continue
                 content = opened.get_slice(name) if name in names else None
                 code = CODES[self._manifest.specs[name].dtype]
                 if (
                     content is None
-                    or tuple(content.get_shape()) != holding.box.size
+                    or tuple(content.get_shape()) != stored.region.size
                     or content.get_dtype() != code
                 ):
                     raise CheckpointError(

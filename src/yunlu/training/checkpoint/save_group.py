@@ -61,14 +61,14 @@ class WriterAssignment:
         self._told: list[Any] | None = None
         self._names: frozenset[str] = frozenset()
 
-    def of(self, pieces: Sequence[TensorShard]) -> frozenset[str]:
+    def of(self, shards: Sequence[TensorShard]) -> frozenset[str]:
         """The names to write; every worker of the crew calls this at the same step."""
         crew = self._crew
         if crew.size == 1:
-            return frozenset(piece.name for piece in pieces)
+            return frozenset(shard.name for shard in shards)
         told = [
-            [piece.name, list(piece.box.offset), list(piece.box.size), piece.nbytes]
-            for piece in pieces
+            [shard.name, list(shard.region.offset), list(shard.region.size), shard.nbytes]
+            for shard in shards
         ]
         if not crew.agree(is_good=told == self._told):
             everyone = [
@@ -89,9 +89,9 @@ def assign_writers(
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
     sizes: dict[tuple[str, TensorSlice], int] = {}
     for rank, held in enumerate(everyone):
-        for name, box, nbytes in held:
-            holders.setdefault((name, box), []).append(rank)
-            sizes[name, box] = nbytes
+        for name, region, nbytes in held:
+            holders.setdefault((name, region), []).append(rank)
+            sizes[name, region] = nbytes
     loads = [0] * len(everyone)
     names: list[set[str]] = [set() for _ in everyone]
     order = sorted(holders, key=lambda key: (-sizes[key], key[0], key[1].offset, key[1].size))

@@ -86,23 +86,23 @@ class CheckpointStore:
         ``finish_copy`` before the optimiser changes anything.
         """
         self.wait()
-        pieces = snapshot.all_pieces()
-        mine = self._shares.of(list(pieces.values()))
-        pieces = {name: piece for name, piece in pieces.items() if name in mine}
-        live = {f"{group}/{name}" for group, held in snapshot.pieces.items() for name in held}
-        tensors = {name: piece.tensor for name, piece in pieces.items() if name in live}
+        shards = snapshot.all_shards()
+        mine = self._shares.of(list(shards.values()))
+        shards = {name: shard for name, shard in shards.items() if name in mine}
+        live = {f"{group}/{name}" for group, held in snapshot.shards.items() for name in held}
+        tensors = {name: shard.tensor for name, shard in shards.items() if name in live}
         places = self._buffer.lay_out(tensors)
         now = [name for name in tensors if not defer or name in moving]
         copy_into(places, tensors, now)
         later = tensors.keys() - now
-        pieces |= {name: replace(pieces[name], tensor=place) for name, place in places.items()}
-        kept = replace(snapshot, tensors={}, pieces={})
+        shards |= {name: replace(shards[name], tensor=place) for name, place in places.items()}
+        kept = replace(snapshot, tensors={}, shards={})
         self._saves += 1
         self._is_copied.clear()
         self._pending = self._pool.submit(
             self._copy_and_write,
             kept,
-            pieces,
+            shards,
             snapshot.groups,
             _Late(places, {name: tensors[name] for name in later}),
             f"{self._group.token}-{self._saves}",
@@ -227,7 +227,7 @@ class CheckpointStore:
     def _copy_and_write(
         self,
         snapshot: Snapshot,
-        pieces: dict[str, TensorShard],
+        shards: dict[str, TensorShard],
         groups: list[str],
         late: _Late,
         token: str,
@@ -240,7 +240,7 @@ class CheckpointStore:
         started_at = time.perf_counter()
         entry = None
         try:
-            entry = self._write(snapshot, pieces, groups, token)
+            entry = self._write(snapshot, shards, groups, token)
         except Exception as error:
             if self._is_abandoned.is_set():
                 return
@@ -255,13 +255,13 @@ class CheckpointStore:
             self._thin(entry.step)
 
     def _write(
-        self, snapshot: Snapshot, pieces: dict[str, TensorShard], groups: list[str], token: str
+        self, snapshot: Snapshot, shards: dict[str, TensorShard], groups: list[str], token: str
     ) -> CheckpointEntry | None:
         """This worker's part; on the leader, the published checkpoint."""
         place, crew = self._place, self._group
         directory = place.begin(snapshot.step, token)
         try:
-            files.write_part(place, directory, crew, pieces, groups=groups, between=self._go_on)
+            files.write_part(place, directory, crew, shards, groups=groups, between=self._go_on)
             if not crew.is_leader:
                 return None
             return files.publish(

@@ -1,4 +1,4 @@
-"""The engine's door to sums over all workers: begun while the backward pass runs, waited for after it."""
+"""All-reduce for the engine: started during the backward pass, waited for after it."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _NUMPY_DTYPES = (torch.float32, torch.float64)
 
 
 class PendingAllReduce(Protocol):
-    """A sum under way."""
+    """An all-reduce in flight."""
 
     def wait(self) -> None:
-        """Return when the tensor holds the sum over all workers; raise what went wrong."""
+        """Wait until the tensor holds the sum over all workers; raises its error."""
         ...
 
 
 class AllReducer(Protocol):
-    """How gradients are added up over the workers."""
+    """All-reduces gradients over the workers."""
 
     is_exact: bool
-    """Whether a sum is that of what was given, but for rounding; with a key below zero all are."""
+    """Whether the sum is exact but for rounding; with a negative key it always is."""
 
     def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:
-        """Start to add up a tensor in place, which nobody touches until the sum has been waited for.
+        """Start to all-reduce a tensor in place; it must not be touched before ``wait``.
 
         Args:
-            flat: One-dimensional, as long on every worker.
-            key: Which of the step's tensors this is; every worker begins them in the same order.
+            flat: One-dimensional, of the same length on every worker.
+            key: Index of the tensor in the step; all workers start them in the same order.
         """
         ...
 
     def traffic(self) -> Traffic:
-        """What was sent so far."""
+        """Bytes sent so far."""
         ...
 
     def commit(self) -> None:
-        """The step that the last sums were for was taken: what they left out is still to be sent."""
+        """The step was applied: keep the residuals of the last sums."""
         ...
 
     def revert(self) -> None:
-        """It was not: what was left out before it still is."""
+        """The step was discarded: return to the residuals before it."""
         ...
 
     def error(self) -> float | None:
-        """What the last sums left out, relative to what they were given; none where exact."""
+        """Relative compression error of the last sums; None if exact."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What is kept from step to step, for a checkpoint."""
+        """State to checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state`` gave."""
+        """Restore a ``state``."""
         ...
 
     def abort(self) -> None:
@@ -74,17 +74,17 @@ class AllReducer(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         ...
 
 
 class TorchAllReducer:
-    """Sums by torch's own backend: gloo or NCCL.
+    """All-reduce by torch's backend: gloo or NCCL.
 
     Args:
-        group: Over whom to add.
-        wait_for: Waits for a sum that is under way.
-        cut: Ends the group's waits, from any thread.
+        group: The process group.
+        wait_for: Waits for an operation in flight.
+        cut: Aborts the group's operations, from any thread.
     """
 
     is_exact = True
@@ -101,12 +101,12 @@ class TorchAllReducer:
         self._cut = cut or group.abort
         self._traffic = Traffic()
 
-    def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:  # noqa: ARG002 - it keeps nothing by key
+    def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:  # noqa: ARG002 - stateless
         """See ``AllReducer``."""
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         size = self._group.size()
-        # The backends do not count: this is what a ring needs, and both of them use rings.
+        # The backends do not count bytes: this is the cost of a ring, which both use.
         moved_bytes = 2 * (size - 1) * flat.nbytes // size
         self._traffic.sent_bytes += moved_bytes
         self._traffic.received_bytes += moved_bytes
@@ -114,32 +114,32 @@ class TorchAllReducer:
         return _TorchPending(work, self._wait_for)
 
     def traffic(self) -> Traffic:
-        """What a ring sends for the sums so far."""
+        """Bytes a ring sends for the sums so far."""
         return self._traffic
 
     def commit(self) -> None:
-        """Nothing was left out."""
+        """Exact: no residual."""
 
     def revert(self) -> None:
-        """Nothing was left out."""
+        """Exact: no residual."""
 
     def error(self) -> float | None:
         """None: exact."""
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """Stateless."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to do."""
+        """Stateless."""
 
     def abort(self) -> None:
         """See ``AllReducer``."""
         self._cut()
 
     def close(self) -> None:
-        """Nothing: the group belongs to who made it."""
+        """The group belongs to its creator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,11 @@ class _TorchPending:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One sum for the thread; also what its beginner waits with."""
+    """One all-reduce of the thread, and its handle."""
 
-    given: Tensor
+    target: Tensor
     flat: Tensor
-    """What travels: the given tensor, or a copy in a kind of memory that can."""
+    """The target tensor, or a CPU copy of it."""
     key: int
     tag: int
     done: Event = field(default_factory=Event)
@@ -167,16 +167,16 @@ class _Task:
         self.done.wait()
         if self.failure is not None:
             raise self.failure
-        if self.flat is not self.given:
-            self.given.copy_(self.flat)
+        if self.flat is not self.target:
+            self.target.copy_(self.flat)
 
 
 class ThreadedAllReducer:
-    """Sums over a wire by one thread of its own, in the order in which they were begun.
+    """All-reduces on a transport in a thread of its own, in the order in which they were started.
 
     Args:
-        wire: Closed with this.
-        run: ``run(wire, flat, key, tag)`` leaves the sum over all workers in ``flat``.
+        transport: Closed with this.
+        run: ``run(transport, flat, key, tag)`` leaves the sum over all workers in ``flat``.
     """
 
     is_exact = True
@@ -187,22 +187,22 @@ class ThreadedAllReducer:
         self._transport = transport
         self._run = run
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._begun = 0
+        self._next_tag = 0
         self._failure: BaseException | None = None
         self._lock = Lock()
         self._is_closed = False
-        self._thread = Thread(target=self._serve, name="summation", daemon=True)
+        self._thread = Thread(target=self._run_tasks, name="all-reduce", daemon=True)
         self._thread.start()
 
     def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:
-        """See ``AllReducer``; a tensor on a device or in 16 bits travels as a copy in 32."""
-        can_travel = flat.device.type == "cpu" and flat.dtype in _NUMPY_DTYPES
-        moving = flat if can_travel else flat.to("cpu", torch.float32)
-        task = _Task(flat, moving, key, self._begun)
-        self._begun += 1
+        """See ``AllReducer``; tensors on a device or in 16 bits are sent as fp32 copies."""
+        is_sendable = flat.device.type == "cpu" and flat.dtype in _NUMPY_DTYPES
+        buffer = flat if is_sendable else flat.to("cpu", torch.float32)
+        task = _Task(flat, buffer, key, self._next_tag)
+        self._next_tag += 1
         with self._lock:
             if self._is_closed:
-                raise LinkLostError(self._transport.rank, "the exchange was closed")
+                raise LinkLostError(self._transport.rank, "the all-reducer was closed")
             self._tasks.put(task)
         return task
 
@@ -211,28 +211,28 @@ class ThreadedAllReducer:
         return self._transport.traffic
 
     def commit(self) -> None:
-        """Nothing was left out."""
+        """Exact: no residual."""
 
     def revert(self) -> None:
-        """Nothing was left out."""
+        """Exact: no residual."""
 
     def error(self) -> float | None:
         """None: exact."""
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """Stateless."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to do."""
+        """Stateless."""
 
     def abort(self) -> None:
         """See ``AllReducer``."""
         self._transport.abort()
 
     def close(self) -> None:
-        """End what is under way with an error, and hang up."""
+        """Abort what is in flight and close the connections."""
         with self._lock:
             if self._is_closed:
                 return
@@ -242,13 +242,13 @@ class ThreadedAllReducer:
         self._thread.join()
         self._transport.close()
 
-    def _serve(self) -> None:
+    def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
             if self._failure is None:
                 try:
                     self._run(self._transport, task.flat, task.key, task.tag)
-                except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                except BaseException as error:  # noqa: BLE001 - raised by ``wait``
                     self._failure = error
-                    self._transport.abort()  # the others wait for what will not come
+                    self._transport.abort()  # the peers would wait forever
             task.failure = self._failure
             task.done.set()

@@ -1,4 +1,4 @@
-"""Sums of compressed messages, with error feedback at both ends (Tang et al. 2019, DoubleSqueeze)."""
+"""Compressed all-reduce with error feedback on workers and owners (Tang et al. 2019, DoubleSqueeze)."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ if TYPE_CHECKING:
     from yunlu.training.communication.transport_session import TransportSession
 
 _ALIGNED = 512
-"""Parts begin at multiples of it: of all blocks, only the tensor's last is short."""
-_PIECE = 1 << 16
-"""Numbers encoded at a time: one piece is on its way while the next is added up."""
+"""Alignment of parts: only the last block of a tensor is short."""
+_SEGMENT = 1 << 16
+"""Values encoded at a time: a segment is sent while the next is reduced."""
 _SPREAD = 0x9E3779B97F4A7C15
-_FAITHFUL = "none", "fp16", "bf16"
-"""What they leave out is less than what the gradient is uncertain by: not worth its memory."""
+_PRECISE_CODECS = "none", "fp16", "bf16"
+"""Their error is below the gradient noise: not worth the memory of a residual."""
 
 
 class LossyAllReduce(Protocol):
-    """A way to add up that keeps what it left out for the next time."""
+    """All-reduce that keeps its compression error for the next call."""
 
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
         """Leave the sum over all workers in ``flat``."""
         ...
 
     def commit(self) -> None:
-        """The step that the last sums were for was taken."""
+        """The step was applied."""
         ...
 
     def revert(self) -> None:
-        """It was not."""
+        """The step was discarded."""
         ...
 
     def error(self) -> float | None:
-        """What the last sums left out, relative to what they were given."""
+        """Relative compression error of the last sums."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What is kept, by name."""
+        """Residuals by name."""
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state`` gave."""
+        """Restore a ``state``."""
         ...
 
 
 class CompressedAllReduce:
-    """Adds up tensors over a wire; all workers get the same bits.
+    """All-reduce on a transport; bitwise equal on all workers.
 
-    Each worker owns a part. It gets the others' shares of it encoded, adds them up, and sends the sum to
-    all, encoded again. What either encoding left out is added the next time. Where some share is not
-    finite the sum is NaN for all, and everyone's residuals stay as they were.
+    Each worker owns a part: it receives the others' encoded shares, sums them, and sends the encoded sum to
+    all. Both encoding errors are added to the next message. If any share is not
+    finite, the sum is NaN on all workers and all residuals stay unchanged.
 
     Args:
-        codec: How messages are packed.
-        feedback: Whether to keep what was left out; by default, with the codecs that need it.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
+        codec: Encodes messages.
+        feedback: Whether to keep residuals; by default for the codecs that need it.
+        clip_norm: Gradient clipping norm of the job; see ``clip_worker_gradient``.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class CompressedAllReduce:
         self._clip_norm = clip_norm
         self.switch(codec, feedback=feedback)
         self._worker, self._owner = ErrorFeedback(), ErrorFeedback()
-        self._places: dict[str, OwnerPart] = {}
+        self._owner_parts: dict[str, OwnerPart] = {}
         self._restored: dict[str, Tensor] = {}
 
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
-        """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
+        """Leave the sum in ``flat``; exact for negative keys, which are not gradients."""
         if key < 0 or not len(flat):
             direct_allreduce(transport, flat, tag=tag)
             return
         name = str(key)
-        self._take_up(transport, name, len(flat))
+        self._prepare(transport, name, len(flat))
         values = flat if flat.dtype == torch.float32 else flat.float()
         clip_worker_gradient(values, self._clip_norm, transport.size)
         norm = self._worker.add_to(name, values)
@@ -104,83 +104,91 @@ class CompressedAllReduce:
             self._worker.drop(name)
             flat.copy_(values)
             return
-        deal = _CompressedRound(transport, self.codec, values, self._places[name], self._owner, key)
-        deal.run(tag)
-        if deal.is_finite():
-            self._keep(name, deal, norm)
-        flat.copy_(deal.result)
+        exchange = _CompressedRound(
+            transport, self.codec, values, self._owner_parts[name], self._owner, key
+        )
+        exchange.run(tag)
+        if exchange.is_finite():
+            self._store_residuals(name, exchange, norm)
+        flat.copy_(exchange.result)
 
     def switch(self, codec: Codec, *, feedback: bool | None = None) -> None:
-        """Pack messages otherwise from now on; everyone, between the same two steps."""
+        """Use another codec; called by all workers between the same two steps."""
         self.codec = codec
-        self._has_feedback = codec.name not in _FAITHFUL if feedback is None else feedback
+        self._has_feedback = codec.name not in _PRECISE_CODECS if feedback is None else feedback
 
     def commit(self) -> None:
-        """The step that the last sums were for was taken; where nobody says so, the next one does."""
+        """The step was applied; implied by the next step."""
         self._worker.commit()
         self._owner.commit()
 
     def revert(self) -> None:
-        """It was left out or given up: residuals are as before it."""
+        """The step was discarded: return to the residuals before it."""
         self._worker.revert()
         self._owner.revert()
 
     def error(self) -> float | None:
-        """What this worker's last messages left out, relative to what they were to hold."""
+        """Relative compression error of this worker's last messages."""
         return self._worker.error()
 
     def state(self) -> dict[str, Tensor]:
         """Residuals by name."""
-        return self._restored | pack_state(self._worker, self._owner, self._places)
+        return self._restored | pack_state(self._worker, self._owner, self._owner_parts)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with residuals: those of the same worker, or what ``share_out`` made of them all."""
-        self._worker, self._owner, self._places = ErrorFeedback(), ErrorFeedback(), {}
+        """Restore the residuals of the same worker, or those of ``redistribute_residuals``."""
+        self._worker, self._owner, self._owner_parts = ErrorFeedback(), ErrorFeedback(), {}
         self._restored = dict(state)
 
-    def _keep(self, name: str, deal: _CompressedRound, norm: float) -> None:
+    def _store_residuals(self, name: str, exchange: _CompressedRound, norm: float) -> None:
         if not self._has_feedback:
-            given, left = deal.sample_error()
-            self._worker.note(name, given=given, left=left)
+            given, residual = exchange.sample_error()
+            self._worker.record_norms(name, given=given, residual=residual)
             self._worker.drop(name)
             self._owner.drop(name)
             return
-        left = deal.left_by_us(self._worker.room(name, len(deal.values)))
-        self._worker.keep(name, left)
-        self._worker.note(name, given=norm, left=float(torch.linalg.vector_norm(left)))
-        length = sum(len(total) for _, total in deal.totals)
-        self._owner.keep(name, deal.left_by_owner(self._owner.room(name, length)))
+        residual = exchange.worker_residual(self._worker.buffer(name, len(exchange.values)))
+        self._worker.store_residual(name, residual)
+        self._worker.record_norms(
+            name, given=norm, residual=float(torch.linalg.vector_norm(residual))
+        )
+        length = sum(len(total) for _, total in exchange.totals)
+        self._owner.store_residual(name, exchange.owner_residual(self._owner.buffer(name, length)))
 
-    def _take_up(self, transport: Transport, name: str, length: int) -> None:
-        """Make ready for one more sum of a tensor, with what was restored for it."""
-        start = _cut(length, transport.size)[transport.rank].start
-        place = self._places.get(name)
-        rounds = 0 if place is None else place.rounds
-        mine = {key: kept for key, kept in self._restored.items() if key.partition("/")[2] == name}
-        for key in mine:
+    def _prepare(self, transport: Transport, name: str, length: int) -> None:
+        """Prepare the next sum of a tensor, with its restored residuals."""
+        start = _split(length, transport.size)[transport.rank].start
+        owner_part = self._owner_parts.get(name)
+        rounds = 0 if owner_part is None else owner_part.rounds
+        own_state = {
+            key: residual
+            for key, residual in self._restored.items()
+            if key.partition("/")[2] == name
+        }
+        for key in own_state:
             del self._restored[key]
-        if mine:
-            worker, owner, places = unpack_state(mine)
-            rounds = places[name].rounds if name in places else 0
+        if own_state:
+            worker, owner, owner_parts = unpack_state(own_state)
+            rounds = owner_parts[name].rounds if name in owner_parts else 0
             now = (transport.size, transport.rank, start, length)
-            is_same = name in places and now == places[name].whose
+            is_same = name in owner_parts and now == owner_parts[name].key_fields
             if not is_same:
-                worker, owner, _ = unpack_state(fold_owner_residuals(mine))
-            self._worker.kept |= worker
-            self._owner.kept |= owner
-        self._places[name] = OwnerPart(
+                worker, owner, _ = unpack_state(fold_owner_residuals(own_state))
+            self._worker.residuals |= worker
+            self._owner.residuals |= owner
+        self._owner_parts[name] = OwnerPart(
             size=transport.size, rank=transport.rank, start=start, length=length, rounds=rounds + 1
         )
 
 
 @dataclass(slots=True, eq=False)
 class _CompressedRound:
-    """One sum: what was sent and received, until it is known whether all of it was finite."""
+    """One compressed all-reduce; its messages are kept until the sum is known to be finite."""
 
     transport: Transport
     codec: Codec
     values: Tensor
-    place: OwnerPart
+    owner_part: OwnerPart
     owner: ErrorFeedback
     key: int
     result: Tensor = field(init=False)
@@ -191,10 +199,10 @@ class _CompressedRound:
         transport, rank = self.transport, self.transport.rank
         self.result = torch.empty_like(self.values)
         others = [(rank + turn) % transport.size for turn in range(1, transport.size)]
-        pieces = [_segments(part) for part in _cut(len(self.values), transport.size)]
+        pieces = [_segments(part) for part in _split(len(self.values), transport.size)]
         with transport.session(tag=tag) as session:
-            # Between any two, all shares come before all sums.
-            for number in range(max(len(places) for places in pieces)):
+            # Between any two workers, all shares precede all sums.
+            for number in range(max(len(owner_parts) for owner_parts in pieces)):
                 for other in others:
                     for piece in pieces[other][number : number + 1]:
                         data = self._encode(self.values[piece], other, number)
@@ -204,65 +212,67 @@ class _CompressedRound:
                 self._collect(session, piece, number, others)
             for other in others:
                 for piece in pieces[other]:
-                    data = self._room(piece)
+                    data = self._message_buffer(piece)
                     then = partial(self.codec.decode, data, self.result[piece])
                     session.receive(other, data.numpy(), then)
 
     def is_finite(self) -> bool:
-        """Alike for all, whoever had what is not."""
+        """Equal on all workers, whichever share was not finite."""
         total = float(torch.linalg.vector_norm(self.result))
         return total - total == 0.0
 
-    def left_by_us(self, room: Tensor) -> Tensor:
-        """What the others did not get of our shares; of our own part nothing was lost."""
-        room.zero_()
+    def worker_residual(self, buffer: Tensor) -> Tensor:
+        """Compression error of the shares this worker sent; its own part has none."""
+        buffer.zero_()
         for piece, data in self.sent:
-            self.codec.decode(data, room[piece])
-            torch.sub(self.values[piece], room[piece], out=room[piece])
-        return room
+            self.codec.decode(data, buffer[piece])
+            torch.sub(self.values[piece], buffer[piece], out=buffer[piece])
+        return buffer
 
-    def left_by_owner(self, room: Tensor) -> Tensor:
-        """What the sums that we sent lack."""
+    def owner_residual(self, buffer: Tensor) -> Tensor:
+        """Compression error of the sums this worker sent."""
         for piece, total in self.totals:
-            place = slice(piece.start - self.place.start, piece.stop - self.place.start)
-            torch.sub(total, self.result[piece], out=room[place])
-        return room
+            owner_part = slice(
+                piece.start - self.owner_part.start, piece.stop - self.owner_part.start
+            )
+            torch.sub(total, self.result[piece], out=buffer[owner_part])
+        return buffer
 
     def sample_error(self) -> tuple[float, float]:
-        """Norms of what one message was to hold, and of what it left out."""
+        """Norms of one message before encoding, and of its error."""
         if not self.sent:
             return 0.0, 0.0
         piece, data = self.sent[0]
-        found = torch.empty_like(self.values[piece])
-        self.codec.decode(data, found)
+        decoded = torch.empty_like(self.values[piece])
+        self.codec.decode(data, decoded)
         norm = torch.linalg.vector_norm
-        return float(norm(self.values[piece])), float(norm(self.values[piece] - found))
+        return float(norm(self.values[piece])), float(norm(self.values[piece] - decoded))
 
     def _collect(
         self, session: TransportSession, piece: slice, number: int, others: list[int]
     ) -> None:
-        shares = {other: self._room(piece) for other in sorted(others)}
+        shares = {other: self._message_buffer(piece) for other in sorted(others)}
         missing = set(others)
 
-        def take(other: int) -> None:
+        def on_share(other: int) -> None:
             missing.remove(other)
             if missing:
                 return
-            data = self._add_up(piece, number, shares)
+            data = self._reduce(piece, number, shares)
             for peer in others:
                 session.send(peer, data.numpy())
 
         for other in others:
-            session.receive(other, shares[other].numpy(), partial(take, other))
+            session.receive(other, shares[other].numpy(), partial(on_share, other))
 
-    def _add_up(self, piece: slice, number: int, shares: Mapping[int, Tensor]) -> Tensor:
+    def _reduce(self, piece: slice, number: int, shares: Mapping[int, Tensor]) -> Tensor:
         total = self.values[piece].clone()
-        for share in shares.values():  # in one order, whoever comes first
+        for share in shares.values():  # in a fixed order, not in that of arrival
             self.codec.decode(share, total, add=True)
-        kept = self.owner.kept.get(str(self.key))
-        if kept is not None:
-            start = self.place.start
-            total.add_(kept[piece.start - start : piece.stop - start])
+        residual = self.owner.residuals.get(str(self.key))
+        if residual is not None:
+            start = self.owner_part.start
+            total.add_(residual[piece.start - start : piece.stop - start])
         if not bool(torch.isfinite(total.sum())):
             total.fill_(torch.nan)
         self.totals.append((piece, total))
@@ -272,19 +282,19 @@ class _CompressedRound:
 
     def _encode(self, values: Tensor, owner: int, number: int) -> Tensor:
         data = torch.empty(self.codec.size_bytes(len(values)), dtype=torch.uint8)
-        # The same for all who send a share of this piece, and for who sends the sum.
+        # Equal for all senders of this segment, and for its owner.
         seed = 0
-        for part in (self.place.rounds, self.key, owner, number):
+        for part in (self.owner_part.rounds, self.key, owner, number):
             seed = (seed * _SPREAD + part) % 2**62
         self.codec.encode(values, data, seed=seed)
         return data
 
-    def _room(self, piece: slice) -> Tensor:
+    def _message_buffer(self, piece: slice) -> Tensor:
         return torch.empty(self.codec.size_bytes(piece.stop - piece.start), dtype=torch.uint8)
 
 
 class CompressedAllReducer(ThreadedAllReducer):
-    """Compressed sums as the engine wants them: see ``Summation``."""
+    """Compressed all-reduce as an ``AllReducer``."""
 
     is_exact = False
 
@@ -293,23 +303,23 @@ class CompressedAllReducer(ThreadedAllReducer):
         self._compressed = compressed
 
     def commit(self) -> None:
-        """The step was taken; between steps, like all that follows."""
+        """The step was applied; called between steps."""
         self._compressed.commit()
 
     def revert(self) -> None:
-        """The step was left out or given up."""
+        """The step was discarded."""
         self._compressed.revert()
 
     def error(self) -> float | None:
-        """See ``Summation``."""
+        """See ``AllReducer``."""
         return self._compressed.error()
 
     def state(self) -> dict[str, Tensor]:
-        """Residuals by name; also after a failure: those of before it."""
+        """Residuals by name; after a failure those before it."""
         return self._compressed.state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with residuals: those of the same worker, or what ``share_out`` made of all of them."""
+        """Restore the residuals of the same worker, or those of ``redistribute_residuals``."""
         self._compressed.restore(state)
 
 
@@ -324,17 +334,17 @@ def make_compressed_allreducer(
     feedback: bool | None = None,
     clip_norm: float | None = None,
 ) -> CompressedAllReducer:
-    """Sums by a codec or by PowerSGD, for the engine.
+    """All-reducer with a codec or PowerSGD.
 
     Args:
-        wire: Closed with what is returned.
+        transport: Closed with the result.
         codec_name: One of ``CODECS``, or ``powersgd``.
         block: See ``make_codec``.
         share: See ``make_codec``.
         rank: Of PowerSGD's factors.
-        matrices: For PowerSGD, which matrices the tensor of each key holds.
+        matrices: For PowerSGD, the matrices in the tensor of each key.
         feedback: See ``CompressedAllReduce``.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
+        clip_norm: Gradient clipping norm of the job; see ``clip_worker_gradient``.
     """
     if codec_name == "powersgd":
         return CompressedAllReducer(
@@ -346,13 +356,13 @@ def make_compressed_allreducer(
     )
 
 
-def _cut(length: int, parts: int) -> list[slice]:
-    """Parts of equal length, or nearly; some may be empty."""
+def _split(length: int, parts: int) -> list[slice]:
+    """Parts of nearly equal length; some may be empty."""
     blocks = -(-length // _ALIGNED)
     bounds = [min(blocks * number // parts * _ALIGNED, length) for number in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def _segments(part: slice) -> list[slice]:
-    starts = range(part.start, part.stop, _PIECE)
-    return [slice(start, min(start + _PIECE, part.stop)) for start in starts]
+    starts = range(part.start, part.stop, _SEGMENT)
+    return [slice(start, min(start + _SEGMENT, part.stop)) for start in starts]

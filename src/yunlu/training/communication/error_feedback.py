@@ -1,8 +1,8 @@
-"""Error feedback: what a message left out goes with the next one (Seide et al. 2014; Stich et al. 2018).
+"""Error feedback: the compression error of a message is added to the next (Seide et al. 2014; Stich et al. 2018).
 
-A sum over workers has what it left out in two places: with each worker, for all of the tensor, and with
-the owner of each part of it. Either is an amount that the sum still lacks, so anybody may add it to
-what he sends: when other workers own other parts, what an owner has becomes part of what he has as a
+An all-reduce has errors in two places: on each worker, for the whole tensor, and on
+the owner of each part. Both are amounts that the sum still lacks, so any worker may add them to
+what it sends: when the owners change, an owner's residual becomes part of its residual as a
 worker. Nothing is lost and nothing has to be sent.
 """
 
@@ -18,83 +18,85 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_WORKER, _OWNER, _PLACE = "worker/", "owner/", "place/"
+_WORKER, _OWNER, _PART = "worker/", "owner/", "place/"
 
 
 @dataclass(slots=True)
 class ErrorFeedback:
-    """What was left out so far, by name."""
+    """Residuals by name."""
 
-    kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    _before: dict[str, Tensor | None] = field(
+    residuals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _previous: dict[str, Tensor | None] = field(
         default_factory=dict[str, "Tensor | None"], init=False
     )
-    """What the messages of this step replaced."""
+    """Residuals replaced in this step."""
     _spare: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
-    _sizes: dict[str, tuple[float, float]] = field(
+    _norms: dict[str, tuple[float, float]] = field(
         default_factory=dict[str, tuple[float, float]], init=False
     )
 
     def add_to(self, name: str, values: Tensor) -> float:
-        """Add what was left out last time to what is to be sent; the norm of both together.
+        """Add the residual to the values to send; returns the norm of both together.
 
-        Where that is not finite, all of it becomes NaN: no codec can then overlook it.
+        If that is not finite, all values become NaN, so that no codec hides it.
         """
-        before = self.kept.get(name)
-        if before is not None and len(before) == len(values):
-            values.add_(before)
+        previous = self.residuals.get(name)
+        if previous is not None and len(previous) == len(values):
+            values.add_(previous)
         norm = float(torch.linalg.vector_norm(values))
         if not math.isfinite(norm):
             values.fill_(torch.nan)
         return norm
 
-    def room(self, name: str, length: int) -> Tensor:
-        """Where to put what a message left out."""
-        if name in self._before:
-            self.commit()  # it is the next step's
+    def buffer(self, name: str, length: int) -> Tensor:
+        """Buffer for the next residual."""
+        if name in self._previous:
+            self.commit()  # a new step has begun
         spare = self._spare.pop(name, None)
         return torch.empty(length) if spare is None or len(spare) != length else spare
 
-    def keep(self, name: str, left: Tensor) -> None:
-        """Remember what was left out, in the tensor given; only of a message that was finite."""
-        self._before[name] = self.kept.get(name)
-        self.kept[name] = left
+    def store_residual(self, name: str, residual: Tensor) -> None:
+        """Store the residual of a message, which must be finite."""
+        self._previous[name] = self.residuals.get(name)
+        self.residuals[name] = residual
 
     def drop(self, name: str) -> None:
-        """Nothing was left out: all that was kept has arrived."""
-        if name in self._before:
+        """The message was exact: clear the residual."""
+        if name in self._previous:
             self.commit()
-        if name in self.kept:
-            self._before[name] = self.kept.pop(name)
+        if name in self.residuals:
+            self._previous[name] = self.residuals.pop(name)
 
-    def note(self, name: str, *, given: float, left: float) -> None:
-        """Remember norms for ``error``."""
-        self._sizes[name] = given, left
+    def record_norms(self, name: str, *, given: float, residual: float) -> None:
+        """Record norms for ``error``."""
+        self._norms[name] = given, residual
 
     def commit(self) -> None:
-        """The step that the last messages were for was taken."""
-        self._spare |= {name: kept for name, kept in self._before.items() if kept is not None}
-        self._before.clear()
+        """The step was applied."""
+        self._spare |= {
+            name: residuals for name, residuals in self._previous.items() if residuals is not None
+        }
+        self._previous.clear()
 
     def revert(self) -> None:
-        """It was not: what was left out before is still to be sent, what it left out is not."""
-        for name, kept in self._before.items():
-            if name in self.kept:
-                self._spare[name] = self.kept.pop(name)
-            if kept is not None:
-                self.kept[name] = kept
-        self._before.clear()
+        """The step was discarded: return to the residuals before it."""
+        for name, residuals in self._previous.items():
+            if name in self.residuals:
+                self._spare[name] = self.residuals.pop(name)
+            if residuals is not None:
+                self.residuals[name] = residuals
+        self._previous.clear()
 
     def error(self) -> float | None:
-        """Norm of what the last messages of all names left out, relative to what they were to hold."""
-        given = math.fsum(given**2 for given, _ in self._sizes.values())
-        left = math.fsum(left**2 for _, left in self._sizes.values())
-        return (left / given) ** 0.5 if given else None
+        """Norm of the residuals of the last messages, relative to the messages."""
+        given = math.fsum(given**2 for given, _ in self._norms.values())
+        residual = math.fsum(residual**2 for _, residual in self._norms.values())
+        return (residual / given) ** 0.5 if given else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerPart:
-    """Whose part of which tensor an owner's residual is."""
+    """The part of a tensor that an owner's residual covers."""
 
     size: int
     rank: int
@@ -102,20 +104,20 @@ class OwnerPart:
     length: int
     """Of the whole tensor."""
     rounds: int
-    """Sums so far."""
+    """All-reduces so far."""
 
     @property
-    def whose(self) -> tuple[int, int, int, int]:
-        """What must be the same for an owner's residual to be of use as such."""
+    def key_fields(self) -> tuple[int, int, int, int]:
+        """Fields that must match for the residual to be reused."""
         return self.size, self.rank, self.start, self.length
 
 
 def clip_worker_gradient(values: Tensor, clip_norm: float | None, workers: int) -> None:
-    """Bound one worker's share of a gradient before something of it is left out (Lin et al. 2018).
+    """Clip one worker's gradient before it is compressed (Lin et al. 2018).
 
-    A bound on the sum alone would come too late: most of an outlier would be left out at first, and go
-    into one step after the other. The shares of ``workers`` that do not depend on each other have a sum
-    of the norm that they are allowed together; whoever is within it is not touched.
+    Clipping the sum would be too late: most of an outlier would stay in the residual and enter
+    one step after the other. Independent shares of ``workers`` workers within the limit sum up
+    to the norm allowed for all; shares within it are unchanged.
     """
     if clip_norm is None:
         return
@@ -126,62 +128,64 @@ def clip_worker_gradient(values: Tensor, clip_norm: float | None, workers: int) 
 
 
 def pack_state(
-    worker: ErrorFeedback, owner: ErrorFeedback, places: Mapping[str, OwnerPart]
+    worker: ErrorFeedback, owner: ErrorFeedback, parts: Mapping[str, OwnerPart]
 ) -> dict[str, Tensor]:
-    """Everything by name, for a checkpoint; copies."""
-    state = {_WORKER + name: kept.clone() for name, kept in worker.kept.items()}
-    state |= {_OWNER + name: kept.clone() for name, kept in owner.kept.items()}
-    for name, place in places.items():
-        numbers = (place.size, place.rank, place.start, place.length, place.rounds)
-        state[_PLACE + name] = torch.tensor(numbers)
+    """All residuals by name, copied for a checkpoint."""
+    state = {_WORKER + name: residuals.clone() for name, residuals in worker.residuals.items()}
+    state |= {_OWNER + name: residuals.clone() for name, residuals in owner.residuals.items()}
+    for name, part in parts.items():
+        numbers = (part.size, part.rank, part.start, part.length, part.rounds)
+        state[_PART + name] = torch.tensor(numbers)
     return state
 
 
 def unpack_state(
     state: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, OwnerPart]]:
-    """What workers, owners and places hold, by name; copies."""
-    worker, owner, places = (
+    """Residuals of worker and owner, and owner parts, by name; copied."""
+    worker, owner, parts = (
         {
-            name.removeprefix(prefix): kept.clone()
-            for name, kept in state.items()
+            name.removeprefix(prefix): residuals.clone()
+            for name, residuals in state.items()
             if name.startswith(prefix)
         }
-        for prefix in (_WORKER, _OWNER, _PLACE)
+        for prefix in (_WORKER, _OWNER, _PART)
     )
-    return worker, owner, {name: _read_place(kept) for name, kept in places.items()}
+    return worker, owner, {name: _read_part(residuals) for name, residuals in parts.items()}
 
 
 def fold_owner_residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same amount without owners: what they have becomes part of what they have as workers."""
-    worker, owner, places = unpack_state(state)
-    for name, kept in owner.items():
-        place = places[name]
-        whole = worker.setdefault(name, torch.zeros(place.length))
-        whole[place.start : place.start + len(kept)].add_(kept)
-    folded = {name: kept for name, kept in state.items() if not name.startswith(_OWNER)}
-    return folded | {_WORKER + name: kept for name, kept in worker.items()}
+    """Fold owners' residuals into those they have as workers."""
+    worker, owner, parts = unpack_state(state)
+    for name, residuals in owner.items():
+        part = parts[name]
+        total = worker.setdefault(name, torch.zeros(part.length))
+        total[part.start : part.start + len(residuals)].add_(residuals)
+    folded = {name: residuals for name, residuals in state.items() if not name.startswith(_OWNER)}
+    return folded | {_WORKER + name: residuals for name, residuals in worker.items()}
 
 
 def redistribute_residuals(
     states: Sequence[Mapping[str, Tensor]], size: int
 ) -> list[dict[str, Tensor]]:
-    """Hand what some workers have to another number of them, which may be more or fewer.
+    """Redistribute the residuals of some workers to another number of workers.
 
-    The total stays the same: who has no successor of his own adds to somebody else's. What all have
-    alike everyone gets.
+    The total stays the same: residuals without a successor are added to another worker's. State that is
+    equal on all workers is copied to each.
     """
     folded = [fold_owner_residuals(state) for state in states]
-    common = {name: kept for name, kept in folded[0].items() if not name.startswith(_WORKER)}
+    common = {
+        name: residuals for name, residuals in folded[0].items() if not name.startswith(_WORKER)
+    }
     shared: list[dict[str, Tensor]] = [dict(common) for _ in range(size)]
     for number, state in enumerate(folded):
-        into = shared[number % size]
-        for name, kept in state.items():
+        target = shared[number % size]
+        for name, residuals in state.items():
             if name.startswith(_WORKER):
-                into[name] = into[name] + kept if name in into else kept.clone()
+                target[name] = target[name] + residuals if name in target else residuals.clone()
     return shared
 
 
-def _read_place(kept: Tensor) -> OwnerPart:
-    size, rank, start, length, rounds = kept.tolist()
+def _read_part(residuals: Tensor) -> OwnerPart:
+    size, rank, start, length, rounds = residuals.tolist()
     return OwnerPart(size=size, rank=rank, start=start, length=length, rounds=rounds)

@@ -1,4 +1,4 @@
-"""PowerSGD: of each matrix of gradients, what a few columns and rows can tell (Vogels et al. 2019)."""
+"""PowerSGD: low-rank compression of gradient matrices (Vogels et al. 2019)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SEED = 20190531
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Where in a flat tensor a matrix lies, row by row."""
+    """Position of a row-major matrix in a flat tensor."""
 
     start: int
     rows: int
@@ -36,16 +36,16 @@ class MatrixSlice:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """End position."""
         return self.start + self.rows * self.columns
 
     def of(self, flat: Tensor) -> Tensor:
-        """A view of it."""
+        """View of the matrix."""
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
 
 def as_matrix(start: int, weight: Tensor) -> MatrixSlice | None:
-    """A weight's gradient, laid out as the weight is: one dimension by all others; none of a vector."""
+    """Matrix of a weight's gradient in memory order: first dimension by all others; None for vectors."""
     order = sorted(range(weight.ndim), key=lambda dim: -weight.stride(dim))
     if weight.ndim <= 1 or not weight.numel():
         return None
@@ -54,18 +54,18 @@ def as_matrix(start: int, weight: Tensor) -> MatrixSlice | None:
 
 
 class PowerSgdAllReduce:
-    """Adds up tensors over a wire, matrices by factors; all workers get the same bits.
+    """All-reduce on a transport, matrices by low-rank factors; bitwise equal on all workers.
 
-    What is no matrix, or too small to gain by it, is added up exactly. What the factors left out is added
-    the next time. Where some share is not finite the sum is NaN for all, and nothing is kept of it.
+    Other values, and matrices too small to gain, are summed exactly. The residual is added
+    the next time. If any share is not finite, the sum is NaN on all workers and no state is kept.
 
-    Workers with the same libraries and processors get the same bits: each multiplies the factors itself.
+    Bitwise equality needs the same libraries and processors: each worker multiplies the factors itself.
 
     Args:
-        matrices: Which matrices the tensor of each key holds. Without any it is taken for a square one.
-        rank: How many columns and rows.
-        add_up: How to add up factors.
-        clip_norm: What the job bounds the gradient's norm by: see ``clip_worker_gradient``.
+        matrices: Matrices in the tensor of each key; without any it is treated as a square one.
+        rank: Rank of the factors.
+        allreduce: All-reduce of the factors.
+        clip_norm: Gradient clipping norm of the job; see ``clip_worker_gradient``.
     """
 
     def __init__(
@@ -73,88 +73,90 @@ class PowerSgdAllReduce:
         matrices: Mapping[int, Sequence[MatrixSlice]],
         *,
         rank: int = 4,
-        add_up: AllReduceFunction = direct_allreduce,
+        allreduce: AllReduceFunction = direct_allreduce,
         clip_norm: float | None = None,
     ) -> None:
         self.rank = rank
         self._matrices = dict(matrices)
-        self._add_up = add_up
+        self._allreduce = allreduce
         self._clip_norm = clip_norm
-        self._residual = ErrorFeedback()
+        self._feedback = ErrorFeedback()
         self._factors: dict[str, Tensor] = {}
-        """Each key's right factors, in a row: where the next step begins."""
+        """Right factors of each key, concatenated: the start of the next step."""
 
     def __call__(self, transport: Transport, flat: Tensor, key: int, tag: int) -> None:
-        """Leave the sum in ``flat``; exactly, for keys below zero: those are not gradients."""
+        """Leave the sum in ``flat``; exact for negative keys, which are not gradients."""
         if key < 0 or not len(flat):
-            self._add_up(transport, flat, tag=tag)
+            self._allreduce(transport, flat, tag=tag)
             return
         name = str(key)
         values = flat if flat.dtype == torch.float32 else flat.float()
         clip_worker_gradient(values, self._clip_norm, transport.size)
-        matrices = self._worthwhile(key, len(flat))
-        norm = self._residual.add_to(name, values)
+        matrices = self._compressible(key, len(flat))
+        norm = self._feedback.add_to(name, values)
         if transport.size == 1:
-            self._residual.drop(name)
+            self._feedback.drop(name)
             flat.copy_(values)
             return
         views = [matrix.of(values) for matrix in matrices]
-        right = self._split(self._start(name, matrices), [view.shape[1] for view in views])
-        # The left factors and all that is no matrix travel together.
-        rest = _others(values, matrices)
+        right = self._split(
+            self._initial_factors(name, matrices), [view.shape[1] for view in views]
+        )
+        # The left factors and all other values are sent together.
+        rest = _gaps(values, matrices)
         message = _join([*map(torch.mm, views, right), *rest])
-        self._add_up(transport, message, tag=tag)
+        self._allreduce(transport, message, tag=tag)
         if not _is_finite(message):
-            flat.fill_(torch.nan)  # all know it: nobody waits for the other factors
+            flat.fill_(torch.nan)  # known to all: no worker waits for the other factors
             return
         factors_length = sum(view.shape[0] for view in views) * self.rank
         left = [
             _orthogonal(factor)
             for factor in self._split(message[:factors_length], [view.shape[0] for view in views])
         ]
-        mine = [view.T @ factor for view, factor in zip(views, left, strict=True)]
-        total = _join(mine)
-        self._add_up(transport, total, tag=tag)
-        self._keep(name, values, matrices, [left, mine], norm)
+        own = [view.T @ factor for view, factor in zip(views, left, strict=True)]
+        total = _join(own)
+        self._allreduce(transport, total, tag=tag)
+        self._store_residual(name, values, matrices, [left, own], norm)
         self._factors[name] = total
         for view, factor, other in zip(
             views, left, self._split(total, [view.shape[1] for view in views]), strict=True
         ):
             torch.mm(factor, other.T, out=view)
         sizes = [len(part) for part in rest]
-        for part, found in zip(rest, message[factors_length:].split(sizes), strict=True):
-            part.copy_(found)
+        for part, reduced in zip(rest, message[factors_length:].split(sizes), strict=True):
+            part.copy_(reduced)
         if values is not flat:
             flat.copy_(values)
 
     def commit(self) -> None:
-        """The step that the last sums were for was taken."""
-        self._residual.commit()
+        """The step was applied."""
+        self._feedback.commit()
 
     def revert(self) -> None:
-        """It was not."""
-        self._residual.revert()
+        """The step was discarded."""
+        self._feedback.revert()
 
     def error(self) -> float | None:
         """See ``ErrorFeedback``."""
-        return self._residual.error()
+        return self._feedback.error()
 
     def state(self) -> dict[str, Tensor]:
         """Residuals and factors by name."""
         factors = {_FACTOR + name: factor.clone() for name, factor in self._factors.items()}
-        return pack_state(self._residual, ErrorFeedback(), {}) | factors
+        return pack_state(self._feedback, ErrorFeedback(), {}) | factors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state`` gave, or ``share_out`` made of it."""
+        """Restore a ``state``, or the result of ``redistribute_residuals``."""
         worker, _, _ = unpack_state(state)
-        self._residual = ErrorFeedback(worker)
+        self._feedback = ErrorFeedback(worker)
         self._factors = {
-            name.removeprefix(_FACTOR): kept.clone()
-            for name, kept in state.items()
+            name.removeprefix(_FACTOR): previous.clone()
+            for name, previous in state.items()
             if name.startswith(_FACTOR)
         }
 
-    def _worthwhile(self, key: int, length: int) -> list[MatrixSlice]:
+    def _compressible(self, key: int, length: int) -> list[MatrixSlice]:
         matrices = self._matrices.get(key)
         if matrices is None:
             side = int(length**0.5)
@@ -167,12 +169,12 @@ class PowerSgdAllReduce:
             if (matrix.rows + matrix.columns) * self.rank * 2 <= matrix.rows * matrix.columns
         ]
 
-    def _start(self, name: str, matrices: Sequence[MatrixSlice]) -> Tensor:
-        """The right factors to begin with: the last step's, or random ones, the same for all."""
+    def _initial_factors(self, name: str, matrices: Sequence[MatrixSlice]) -> Tensor:
+        """Initial right factors: those of the last step, or random ones, equal on all workers."""
         length = sum(matrix.columns for matrix in matrices) * self.rank
-        kept = self._factors.get(name)
-        if kept is not None and len(kept) == length:
-            return kept
+        previous = self._factors.get(name)
+        if previous is not None and len(previous) == length:
+            return previous
         generator = torch.Generator().manual_seed(_SEED)
         return torch.randn(length, generator=generator)
 
@@ -180,7 +182,7 @@ class PowerSgdAllReduce:
         parts = factors.split([length * self.rank for length in lengths])
         return [part.view(-1, self.rank) for part in parts]
 
-    def _keep(
+    def _store_residual(
         self,
         name: str,
         values: Tensor,
@@ -188,22 +190,24 @@ class PowerSgdAllReduce:
         factors: Sequence[Sequence[Tensor]],
         norm: float,
     ) -> None:
-        """Keep what our own factors cannot tell: that is less than what the sum's cannot."""
+        """Store the error of this worker's own factors, which is smaller than that of the sum's."""
         if not matrices:
             return
-        left = self._residual.room(name, len(values)).zero_()
-        for matrix, one, other in zip(matrices, *factors, strict=True):
-            torch.addmm(matrix.of(values), one, other.T, alpha=-1, out=matrix.of(left))
-        self._residual.keep(name, left)
-        self._residual.note(name, given=norm, left=float(torch.linalg.vector_norm(left)))
+        residual = self._feedback.buffer(name, len(values)).zero_()
+        for matrix, left, other in zip(matrices, *factors, strict=True):
+            torch.addmm(matrix.of(values), left, other.T, alpha=-1, out=matrix.of(residual))
+        self._feedback.store_residual(name, residual)
+        self._feedback.record_norms(
+            name, given=norm, residual=float(torch.linalg.vector_norm(residual))
+        )
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
 
 
-def _others(values: Tensor, matrices: Sequence[MatrixSlice]) -> list[Tensor]:
-    """Views of what lies between the matrices."""
+def _gaps(values: Tensor, matrices: Sequence[MatrixSlice]) -> list[Tensor]:
+    """Views of the values between the matrices."""
     ordered = sorted(matrices, key=lambda matrix: matrix.start)
     starts = [0, *(matrix.stop for matrix in ordered)]
     stops = [*(matrix.start for matrix in ordered), len(values)]
@@ -215,5 +219,5 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _orthogonal(factor: Tensor) -> Tensor:
-    """The same columns, orthogonal; any others where they are all zero."""
+    """Orthonormal columns with the same span; arbitrary ones where all are zero."""
     return torch.linalg.qr(factor).Q

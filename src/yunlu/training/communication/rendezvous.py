@@ -1,4 +1,4 @@
-"""How workers find and call each other, and let no stranger in."""
+"""Rendezvous of workers: exchange addresses through a store and connect, authenticated by token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _HELLO = struct.Struct("<2sBxI32s")
-_STRANGERS = 64
-_GLANCE_S = 0.25
+_MAX_PENDING = 64
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,31 @@ class _PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """How long to wait for others, and what may end it sooner by raising."""
+    """Deadline for peers, and a check that may raise earlier."""
 
     deadline: float
     check: Callable[[], object] | None
 
     def left_s(self, peer: int) -> float:
-        """How long we would still wait for this one."""
+        """Time left for this peer."""
         if self.check is not None:
             self.check()
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            raise LinkLostError(peer, "it was not there in time")
+            raise LinkLostError(peer, "it did not connect in time")
         return left_s
 
-    def glance_s(self, peer: int) -> float:
-        """How long to wait before asking again."""
-        return min(self.left_s(peer), _GLANCE_S)
+    def poll_s(self, peer: int) -> float:
+        """Time to wait before checking again."""
+        return min(self.left_s(peer), _POLL_S)
 
 
 @dataclass(slots=True)
 class _IncomingCall:
-    """Someone who has not yet said all of who they are."""
+    """A connection that has not sent its complete hello."""
 
-    link: socket.socket
-    said: bytes = b""
+    sock: socket.socket
+    received: bytes = b""
 
 
 def connect_all(
@@ -71,127 +71,127 @@ def connect_all(
     within_s: float,
     check: Callable[[], object] | None = None,
 ) -> tuple[tuple[str, ...], dict[int, socket.socket]]:
-    """The address of every worker, and a connection to each other one."""
-    patience = _Deadline(time.monotonic() + within_s, check)
+    """Address of every worker, and a connection to each peer."""
+    deadline = _Deadline(time.monotonic() + within_s, check)
     token = secrets.token_bytes(32)
     links: dict[int, socket.socket] = {}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         ExitStack() as undo,
-        socket.create_server((host, 0), family=family, backlog=size + _STRANGERS) as door,
+        socket.create_server((host, 0), family=family, backlog=size + _MAX_PENDING) as listener,
     ):
-        undo.callback(_hang_up, links)
-        own = _PeerAddress(host, door.getsockname()[1], token)
+        undo.callback(_close_all, links)
+        own = _PeerAddress(host, listener.getsockname()[1], token)
         store.set(f"{name}/{rank}", f"{own.port} {token.hex()} {host}")
-        # Our own address is known: however late we are, it is another one who is missing.
-        known = [
-            own if peer == rank else _read_address(store, f"{name}/{peer}", peer, patience)
+        # The own address is known: a late worker must blame a missing peer, not itself.
+        addresses = [
+            own if peer == rank else _read_address(store, f"{name}/{peer}", peer, deadline)
             for peer in range(size)
         ]
         for peer in range(rank):
-            links[peer] = _call(known[peer], rank, patience, peer)
-        _answer(door, links, range(rank + 1, size), token, patience)
-        for link in links.values():
-            link.setblocking(False)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            links[peer] = _connect(addresses[peer], rank, deadline, peer)
+        _accept_peers(listener, links, range(rank + 1, size), token, deadline)
+        for sock in links.values():
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         undo.pop_all()
-    return tuple(each.host for each in known), links
+    return tuple(address.host for address in addresses), links
 
 
-def _hang_up(links: dict[int, socket.socket]) -> None:
-    for link in links.values():
-        link.close()
+def _close_all(links: dict[int, socket.socket]) -> None:
+    for sock in links.values():
+        sock.close()
 
 
-def _read_address(store: Any, key: str, peer: int, patience: _Deadline) -> _PeerAddress:
+def _read_address(store: Any, key: str, peer: int, deadline: _Deadline) -> _PeerAddress:
     while True:
-        # A store counts milliseconds, and none at all means for ever.
-        span = timedelta(seconds=max(patience.glance_s(peer), 0.001))
+        # A store counts milliseconds, and zero means forever.
+        timeout = timedelta(seconds=max(deadline.poll_s(peer), 0.001))
         try:
-            store.wait([key], span)
+            store.wait([key], timeout)
         except dist.DistNetworkError as error:
-            raise LinkLostError(peer, "the store is gone") from error
+            raise LinkLostError(peer, "the store closed") from error
         except RuntimeError:
-            continue  # not there yet
+            continue  # not set yet
         break
     port, token, host = bytes(store.get(key)).decode().split(" ")
     return _PeerAddress(host, int(port), bytes.fromhex(token))
 
 
-def _call(address: _PeerAddress, rank: int, patience: _Deadline, peer: int) -> socket.socket:
+def _connect(address: _PeerAddress, rank: int, deadline: _Deadline, peer: int) -> socket.socket:
     try:
-        link = socket.create_connection((address.host, address.port), timeout=patience.left_s(peer))
+        sock = socket.create_connection((address.host, address.port), timeout=deadline.left_s(peer))
     except OSError as error:
         raise LinkLostError(peer, str(error)) from error
     try:
-        link.sendall(_HELLO.pack(MAGIC, VERSION, rank, address.token))
+        sock.sendall(_HELLO.pack(MAGIC, VERSION, rank, address.token))
     except OSError as error:
-        link.close()
+        sock.close()
         raise LinkLostError(peer, str(error)) from error
-    return link
+    return sock
 
 
-def _answer(
-    door: socket.socket,
+def _accept_peers(
+    listener: socket.socket,
     links: dict[int, socket.socket],
     peers: range,
     token: bytes,
-    patience: _Deadline,
+    deadline: _Deadline,
 ) -> None:
-    """Let in whom we wait for. Whoever calls and says nothing keeps nobody else waiting."""
-    callers: dict[int, _IncomingCall] = {}
+    """Accept the expected peers; a connection that sends nothing does not block others."""
+    calls: dict[int, _IncomingCall] = {}
     poll = select.poll()
-    poll.register(door, select.POLLIN)
-    door.setblocking(False)
+    poll.register(listener, select.POLLIN)
+    listener.setblocking(False)
     try:
         while missing := [peer for peer in peers if peer not in links]:
-            for descriptor, _ in poll.poll(patience.glance_s(missing[0]) * 1000):
-                caller = callers.get(descriptor)
-                if caller is None:
-                    _open_door(door, poll, callers)
-                elif _listen(caller):
+            for descriptor, _ in poll.poll(deadline.poll_s(missing[0]) * 1000):
+                call = calls.get(descriptor)
+                if call is None:
+                    _accept(listener, poll, calls)
+                elif _is_received(call):
                     poll.unregister(descriptor)
-                    del callers[descriptor]
-                    _let_in(caller, token, links, missing)
+                    del calls[descriptor]
+                    _admit(call, token, links, missing)
     finally:
-        for caller in callers.values():
-            caller.link.close()
+        for call in calls.values():
+            call.sock.close()
 
 
-def _open_door(door: socket.socket, poll: select.poll, callers: dict[int, _IncomingCall]) -> None:
+def _accept(listener: socket.socket, poll: select.poll, calls: dict[int, _IncomingCall]) -> None:
     try:
-        link, _ = door.accept()
+        sock, _ = listener.accept()
     except OSError:
-        return  # they have hung up meanwhile
-    link.setblocking(False)
-    if len(callers) >= _STRANGERS:
-        # The one who has been silent the longest: whom we wait for say at once who they are.
-        oldest = next(iter(callers))
+        return  # closed meanwhile
+    sock.setblocking(False)
+    if len(calls) >= _MAX_PENDING:
+        # Drop the oldest silent connection: peers send their hello at once.
+        oldest = next(iter(calls))
         poll.unregister(oldest)
-        callers.pop(oldest).link.close()
-    callers[link.fileno()] = _IncomingCall(link)
-    poll.register(link, select.POLLIN)
+        calls.pop(oldest).sock.close()
+    calls[sock.fileno()] = _IncomingCall(sock)
+    poll.register(sock, select.POLLIN)
 
 
-def _listen(caller: _IncomingCall) -> bool:
-    """Whether there is no more to hear."""
+def _is_received(call: _IncomingCall) -> bool:
+    """Whether the hello is complete or the connection closed."""
     try:
-        more = caller.link.recv(_HELLO.size - len(caller.said))
+        more = call.sock.recv(_HELLO.size - len(call.received))
     except BlockingIOError:
         return False
     except OSError:
         return True
-    caller.said += more
-    return not more or len(caller.said) == _HELLO.size
+    call.received += more
+    return not more or len(call.received) == _HELLO.size
 
 
-def _let_in(
-    caller: _IncomingCall, token: bytes, links: dict[int, socket.socket], missing: list[int]
+def _admit(
+    call: _IncomingCall, token: bytes, links: dict[int, socket.socket], missing: list[int]
 ) -> None:
-    if len(caller.said) == _HELLO.size:
-        magic, version, peer, shown = _HELLO.unpack(caller.said)
-        is_known = (magic, version) == (MAGIC, VERSION) and hmac.compare_digest(shown, token)
+    if len(call.received) == _HELLO.size:
+        magic, version, peer, given_token = _HELLO.unpack(call.received)
+        is_known = (magic, version) == (MAGIC, VERSION) and hmac.compare_digest(given_token, token)
         if is_known and peer in missing and peer not in links:
-            links[peer] = caller.link
+            links[peer] = call.sock
             return
-    caller.link.close()  # a stranger: whom we wait for may still come
+    call.sock.close()  # unauthenticated; the peer may still connect

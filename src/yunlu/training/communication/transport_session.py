@@ -1,7 +1,7 @@
-"""Messages between workers, any number at a time, each a header and bytes.
+"""Messages between workers, many at a time; each has a header and a body.
 
-Who receives knows how long a message must be, or how long it may be; anything else is refused, as is a
-wrong checksum. Nothing that comes in is ever run or unpickled.
+The receiver knows the length of a message, or its limit; anything else is refused, as is a
+wrong checksum. No input is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     Data = Buffer | NDArray[Any]
-    """Contiguous memory. NumPy's arrays are buffers, but say so to type checkers from Python 3.12 on."""
+    """Contiguous memory. NumPy arrays are buffers, but type checkers know this only from Python 3.12 on."""
 
 MAGIC, VERSION = b"YW", 1
 _HEADER = struct.Struct("<2sBBIQQ")
 _CHANNEL_AT = 3
 _TAGS = 1 << 32
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _VIEWS_AT_ONCE = 64
 
 
 class LinkLostError(dist.DistNetworkError):
-    """A connection ended, or nothing came over it for too long."""
+    """A connection ended, or was silent for too long."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(f"Lost worker {peer}: {reason}.")
@@ -44,29 +44,29 @@ class LinkLostError(dist.DistNetworkError):
 
 
 class RefusedMessageError(LinkLostError):
-    """Something came that was not what was to come: the connection is of no more use."""
+    """An unexpected message was received: the connection cannot be used any more."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over a wire since it was made."""
+    """Bytes sent and received on a transport."""
 
     sent_bytes: int = 0
-    """Headers included; not what TCP adds."""
+    """Including headers, without TCP overhead."""
     received_bytes: int = 0
     messages: int = 0
-    """Sent ones."""
+    """Messages sent."""
 
 
 class SessionTransport(Protocol):
-    """What a flow needs of a wire."""
+    """What a session needs of a transport."""
 
     traffic: Traffic
     patience_s: float
 
     @property
     def links(self) -> Mapping[int, socket.socket]:
-        """The connection to each other worker."""
+        """Connection to each other worker."""
         ...
 
     @property
@@ -77,16 +77,16 @@ class SessionTransport(Protocol):
 
 @dataclass(slots=True)
 class IncomingMessage:
-    """A message that is to come."""
+    """A message to be received."""
 
     body: memoryview | None
-    """Where it goes; none until its length is known."""
+    """Buffer; None until its length is known."""
     limit_bytes: int
     then: Callable[[], object] | None
 
 
 class _Inbox:
-    """What is to come from one worker, by channel, and how far the message at hand has come."""
+    """Expected messages of one worker, by channel, and the one being received."""
 
     def __init__(self) -> None:
         self.channels: dict[int, deque[IncomingMessage]] = {}
@@ -95,15 +95,15 @@ class _Inbox:
         self.current: IncomingMessage | None = None
         self.checksum = 0
 
-    def add(self, channel: int, arrival: IncomingMessage) -> None:
-        """Expect one more."""
+    def add(self, channel: int, message: IncomingMessage) -> None:
+        """Expect a message."""
         queue = self.channels.get(channel)
         if queue is None:
             queue = self.channels[channel] = deque()
-        queue.append(arrival)
+        queue.append(message)
 
-    def places(self) -> list[memoryview]:
-        """Where what comes next goes: header and body in one call, if there is no doubt which body."""
+    def receive_buffers(self) -> list[memoryview]:
+        """Buffers to receive into: header and body in one call, if the body is certain."""
         if self.filled >= _HEADER.size:
             assert self.current is not None
             assert self.current.body is not None
@@ -115,29 +115,29 @@ class _Inbox:
                 return [header, queue[0].body]
         return [header]
 
-    def take(self) -> IncomingMessage:
-        """The message at hand, which is whole."""
+    def pop_message(self) -> IncomingMessage:
+        """Remove the completed message."""
         queue = self.channels[self.header[_CHANNEL_AT]]
-        arrival = queue.popleft()
+        message = queue.popleft()
         if not queue:
             del self.channels[self.header[_CHANNEL_AT]]
         self.filled, self.current = 0, None
-        return arrival
+        return message
 
 
 class TransportSession:
-    """Messages that follow from one another; those from one worker to another keep their order in a channel.
+    """Concurrent messages; those from one worker to another keep their order within a channel.
 
-    What is asked for inside a ``with`` starts there, and has come and gone when it ends. After a failure
-    the connections it used are shut, in the middle of messages as they may be: who waits at their
-    other ends learns of it at once, and passes it on.
+    Operations start inside the ``with`` block and are complete when it ends. After a failure
+    the connections it used are shut, possibly within messages, so that the waiting peers
+    fail at once and pass the failure on.
     """
 
-    def __init__(self, ends: SessionTransport, tag: int) -> None:
-        self._ends = ends
+    def __init__(self, transport: SessionTransport, tag: int) -> None:
+        self._transport = transport
         self._tag = tag % _TAGS
-        self._leaving: dict[int, deque[memoryview]] = {}
-        self._coming: dict[int, _Inbox] = {}
+        self._outgoing: dict[int, deque[memoryview]] = {}
+        self._incoming: dict[int, _Inbox] = {}
         self._used: set[int] = set()
         self._poll = select.poll()
         self._watched: dict[int, int] = {}
@@ -160,19 +160,19 @@ class TransportSession:
             raise
         finally:
             if error is not None:
-                self._hang_up()
+                self._shut_used_sockets()
 
     def send(self, peer: int, data: Data, *, channel: int = 0) -> None:
-        """Send a message, from memory that stays as it is until it must have arrived."""
+        """Send a message; the memory must not change until it has arrived."""
         body = view_bytes(data)
         header = _HEADER.pack(MAGIC, VERSION, channel, self._tag, len(body), _checksum(body))
-        traffic = self._ends.traffic
+        traffic = self._transport.traffic
         traffic.messages += 1
         traffic.sent_bytes += len(header) + len(body)
         self._used.add(peer)
-        queue = self._leaving.get(peer)
+        queue = self._outgoing.get(peer)
         if queue is None:
-            queue = self._leaving[peer] = deque()
+            queue = self._outgoing[peer] = deque()
         is_first = not queue
         queue.append(memoryview(header))
         if len(body):
@@ -188,45 +188,45 @@ class TransportSession:
         *,
         channel: int = 0,
     ) -> None:
-        """Receive a message that fills ``into``; ``then`` is called when it has."""
+        """Receive a message into ``into``, then call ``then``."""
         self._expect(peer, channel, IncomingMessage(view_bytes(into), 0, then))
 
     def receive_some(self, peer: int, limit_bytes: int) -> IncomingMessage:
-        """Receive a message of at most so many bytes: it has a body afterwards."""
-        arrival = IncomingMessage(None, limit_bytes, None)
-        self._expect(peer, 0, arrival)
-        return arrival
+        """Receive a message of at most so many bytes; its body is set afterwards."""
+        message = IncomingMessage(None, limit_bytes, None)
+        self._expect(peer, 0, message)
+        return message
 
-    def _expect(self, peer: int, channel: int, arrival: IncomingMessage) -> None:
+    def _expect(self, peer: int, channel: int, message: IncomingMessage) -> None:
         self._used.add(peer)
-        inbox = self._coming.get(peer)
+        inbox = self._incoming.get(peer)
         if inbox is None:
-            inbox = self._coming[peer] = _Inbox()
-        inbox.add(channel, arrival)
+            inbox = self._incoming[peer] = _Inbox()
+        inbox.add(channel, message)
         self._watch(peer, select.POLLIN, is_wanted=True)
 
     def _run(self) -> None:
-        until = time.monotonic() + self._ends.patience_s
+        deadline = time.monotonic() + self._transport.patience_s
         while self._watched:
-            left_s = until - time.monotonic()
+            left_s = deadline - time.monotonic()
             if left_s <= 0:
-                reason = f"nothing moved for {self._ends.patience_s:.3g} s"
+                reason = f"no progress for {self._transport.patience_s:.3g} s"
                 raise LinkLostError(min(self._watched), reason)
-            ready = self._poll.poll(min(left_s, _LOOK_S) * 1000)
-            if self._ends.is_aborted:
-                raise LinkLostError(min(self._watched), "the exchange was given up")
+            ready = self._poll.poll(min(left_s, _POLL_S) * 1000)
+            if self._transport.is_aborted:
+                raise LinkLostError(min(self._watched), "the exchange was aborted")
             for descriptor, events in ready:
                 self._move(self._peers[descriptor], events)
             if ready:
-                until = time.monotonic() + self._ends.patience_s
+                deadline = time.monotonic() + self._transport.patience_s
 
     def _move(self, peer: int, events: int) -> None:
         has_ended = events & ~(select.POLLIN | select.POLLOUT)
         watched = self._watched.get(peer, 0)
         if watched & select.POLLIN and (has_ended or events & select.POLLIN):
-            self._pull(peer, self._coming[peer])
+            self._pull(peer, self._incoming[peer])
         if watched & select.POLLOUT and (has_ended or events & select.POLLOUT):
-            self._push(peer, self._leaving[peer])
+            self._push(peer, self._outgoing[peer])
 
     def _push(self, peer: int, queue: deque[memoryview]) -> None:
         try:
@@ -235,7 +235,7 @@ class TransportSession:
                 if len(queue) <= _VIEWS_AT_ONCE
                 else [queue[number] for number in range(_VIEWS_AT_ONCE)]
             )
-            sent = self._ends.links[peer].sendmsg(views)
+            sent = self._transport.links[peer].sendmsg(views)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -248,7 +248,7 @@ class TransportSession:
 
     def _pull(self, peer: int, inbox: _Inbox) -> None:
         try:
-            count = self._ends.links[peer].recvmsg_into(inbox.places())[0]
+            count = self._transport.links[peer].recvmsg_into(inbox.receive_buffers())[0]
         except BlockingIOError:
             return
         except OSError as error:
@@ -265,68 +265,68 @@ class TransportSession:
         if inbox.filled < _HEADER.size + len(body):
             return
         if _checksum(body) != inbox.checksum:
-            raise RefusedMessageError(peer, "a message came damaged")
-        self._ends.traffic.received_bytes += inbox.filled
-        arrival = inbox.take()
+            raise RefusedMessageError(peer, "a message has a wrong checksum")
+        self._transport.traffic.received_bytes += inbox.filled
+        message = inbox.pop_message()
         if not inbox.channels:
             self._watch(peer, select.POLLIN, is_wanted=False)
-        if arrival.then is not None:
-            arrival.then()
+        if message.then is not None:
+            message.then()
 
     def _open(self, peer: int, inbox: _Inbox) -> IncomingMessage:
         magic, version, channel, tag, length, inbox.checksum = _HEADER.unpack(inbox.header)
         if (magic, version) != (MAGIC, VERSION):
-            raise RefusedMessageError(peer, "what came is no message of Yunlu's")
+            raise RefusedMessageError(peer, "received data is not a Yunlu message")
         if tag != self._tag or channel not in inbox.channels:
-            raise RefusedMessageError(peer, f"message {tag} came in place of message {self._tag}")
-        arrival = inbox.channels[channel][0]
-        if arrival.body is None:
-            if length > arrival.limit_bytes:
+            raise RefusedMessageError(peer, f"received message {tag}, expected {self._tag}")
+        message = inbox.channels[channel][0]
+        if message.body is None:
+            if length > message.limit_bytes:
                 raise RefusedMessageError(
-                    peer, f"a message of {length} bytes came, {arrival.limit_bytes} may"
+                    peer, f"received {length} bytes, the limit is {message.limit_bytes}"
                 )
-            arrival.body = memoryview(bytearray(length))
-        elif length != len(arrival.body):
+            message.body = memoryview(bytearray(length))
+        elif length != len(message.body):
             raise RefusedMessageError(
-                peer, f"a message of {length} bytes came, not of {len(arrival.body)}"
+                peer, f"received {length} bytes, expected {len(message.body)}"
             )
-        return arrival
+        return message
 
     def _watch(self, peer: int, event: int, *, is_wanted: bool) -> None:
         before = self._watched.get(peer, 0)
         after = before | event if is_wanted else before & ~event
         if after == before:
             return
-        descriptor = self._ends.links[peer].fileno()
+        descriptor = self._transport.links[peer].fileno()
         if after:
             self._watched[peer] = after
             self._peers[descriptor] = peer
             self._poll.register(descriptor, after)
         else:
-            # A connection that nothing is awaited of may end, and would wake us for ever.
+            # Stop polling: an idle connection that ends would wake the loop forever.
             del self._watched[peer]
             self._poll.unregister(descriptor)
 
-    def _hang_up(self) -> None:
+    def _shut_used_sockets(self) -> None:
         for peer in self._used:
-            shut_socket(self._ends.links[peer])
+            shut_socket(self._transport.links[peer])
 
     def _lost(self, peer: int, error: OSError | None) -> LinkLostError:
-        if self._ends.is_aborted:
-            return LinkLostError(peer, "the exchange was given up")
+        if self._transport.is_aborted:
+            return LinkLostError(peer, "the exchange was aborted")
         return LinkLostError(peer, "the connection ended" if error is None else str(error))
 
 
-def shut_socket(link: socket.socket) -> None:
-    """End a connection at once; from any thread."""
+def shut_socket(sock: socket.socket) -> None:
+    """Shut a socket at once; from any thread."""
     try:
-        link.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # it has ended already
+        return  # already closed
 
 
 def view_bytes(data: Data) -> memoryview:
-    """The same memory as bytes."""
+    """The memory as bytes."""
     view = memoryview(cast("Buffer", data))
     if view.ndim == 1 and view.format == "B":
         return view

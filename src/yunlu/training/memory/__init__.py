@@ -1,1 +1,1 @@
-"""Less memory: activations computed again, gradients freed at once, and what to do when it runs out."""
+"""Saving memory: recomputation, gradient release, and recovery from out-of-memory errors."""

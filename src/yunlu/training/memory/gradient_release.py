@@ -1,8 +1,8 @@
-"""Each weight is updated as soon as its gradient is there, and the gradient freed at once.
+"""Gradient release: each weight is updated, and its gradient freed, inside the backward pass.
 
-The whole gradient never exists (Lv et al. 2023, section 3.1): memory holds the largest single one
-instead of all. What needs them all together - accumulation, clipping by norm, skipping a bad step -
-cannot be had with it.
+The full gradient never exists (Lv et al. 2023, section 3.1): memory holds the largest single gradient
+instead of all. Accumulation, clipping by norm and skipping a bad step need all gradients together, and
+are not available.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def release_gradients(
     l1: float = 0.0,
     clip_value: float | None = None,
 ) -> ReleasingOptimizer:
-    """Update the model's weights inside the backward pass, with the optimiser that is made for it.
+    """Update the model's weights inside the backward pass.
 
     Args:
-        model: Its trainable weights are watched from now on, until ``close``.
-        optimizer_factory: Makes the ordinary optimiser over them.
+        model: Hooks are added to its trainable weights, until ``close``.
+        optimizer_factory: Builds the ordinary optimiser over them.
         l1: Weight of the sum of absolute weights in the objective.
         clip_value: Largest absolute value of a component of the gradient.
     """
@@ -40,10 +40,10 @@ def release_gradients(
 
 
 class ReleasingOptimizer:
-    """An optimiser whose updates happen in the backward pass; ``step`` only ends the step.
+    """Optimiser that updates in the backward pass; ``step`` only ends the step.
 
-    The rate of a step must stand in ``param_groups`` before its backward pass. What a checkpoint
-    keeps is the ordinary optimiser's, so a run may change between the two.
+    The learning rate must be set in ``param_groups`` before the backward pass. The state in a
+    checkpoint is the ordinary optimiser's, so a run may switch between the two.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ReleasingOptimizer:
         self._advanced: dict[int, dict[str, Any]] = {}
         self._last_norm = torch.zeros(())
         self._hooks: list[Any] = []
-        place = 0
+        index = 0
         for number, group in enumerate(optimizer.param_groups):
             for weight in group["params"]:
-                update = partial(self._update, place, number)
+                update = partial(self._update, index, number)
                 self._hooks.append(weight.register_post_accumulate_grad_hook(update))
-                place += 1
+                index += 1
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -75,11 +75,11 @@ class ReleasingOptimizer:
 
     @property
     def norm(self) -> Tensor:
-        """Norm of the gradient of the step under way, or of the one that ended last."""
+        """Gradient norm of the current step, or of the last one."""
         if not self._norms:
             return self._last_norm
         return torch.linalg.vector_norm(
-            torch.stack([self._norms[place] for place in sorted(self._norms)])
+            torch.stack([self._norms[index] for index in sorted(self._norms)])
         )
 
     def step(self) -> None:
@@ -91,35 +91,35 @@ class ReleasingOptimizer:
         self._norms.clear()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Gradients are gone already; those of weights it does not train are the caller's."""
+        """Clear gradients that remain."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the ordinary optimiser would give."""
+        """State of the ordinary optimiser."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what this or the ordinary optimiser gave."""
+        """Restore the state of this or the ordinary optimiser."""
         self._optimizer.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of the weights: gradients are kept again."""
+        """Remove the hooks from the weights."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @torch.no_grad()
-    def _update(self, place: int, number: int, weight: Tensor) -> None:
+    def _update(self, index: int, number: int, weight: Tensor) -> None:
         gradient = weight.grad
         assert gradient is not None
-        if place in self._norms:
+        if index in self._norms:
             raise TrainingError(
-                "A weight got a second gradient before the step ended, but the first is spent.",
+                "A weight got a second gradient before the step ended, but the first was already applied.",
                 hint="train.gradient_release needs the whole batch in one backward pass.",
             )
         if self._l1:
             gradient.add_(weight.sign(), alpha=self._l1)
-        self._norms[place] = torch.linalg.vector_norm(gradient)
+        self._norms[index] = torch.linalg.vector_norm(gradient)
         if self._clip_value is not None:
             gradient.clamp_(-self._clip_value, self._clip_value)
         self._step_alone(number, weight)
@@ -127,8 +127,8 @@ class ReleasingOptimizer:
 
     def _step_alone(self, number: int, weight: Tensor) -> None:
         groups = self._optimizer.param_groups
-        whole = groups[number]
-        alone = {**whole, "params": [weight]}
+        group = groups[number]
+        alone = {**group, "params": [weight]}
         self._optimizer.param_groups = [alone]
         try:
             self._optimizer.step()
@@ -136,5 +136,5 @@ class ReleasingOptimizer:
             self._optimizer.param_groups = groups
         del alone["params"]
         self._advanced[number] = {
-            key: value for key, value in alone.items() if value is not whole.get(key)
+            key: value for key, value in alone.items() if value is not group.get(key)
         }

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: counted at each operator, on any device."""
+"""Bytes of live tensors, counted at each operator, on any device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes that tensors made by ``run`` held at one time.
+    """Peak bytes of tensors created by ``run``.
 
-    Tensors that were there before do not count; neither does what a kernel allocates and frees
+    Existing tensors do not count; neither does memory that a kernel allocates and frees
     inside itself.
     """
     with LiveBytes() as live:
@@ -25,7 +25,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the tensors made inside it for as long as they live; slows each operator a little."""
+    """Counts tensors created inside it while they live; slows each operator a little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {_key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
-        for value in tree_iter(made):
-            # A view, or a result written in place, is no memory of its own.
-            if isinstance(value, Tensor) and _key(value) not in given:
+        result = func(*args, **(kwargs or {}))
+        argument_storages = {_key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
+        for value in tree_iter(result):
+            # Views and in-place results own no memory.
+            if isinstance(value, Tensor) and _key(value) not in argument_storages:
                 self._add(value.untyped_storage())
-        return made
+        return result
 
     def _add(self, storage: Any) -> None:
         key = storage._cdata  # two views of one storage may be two Python objects

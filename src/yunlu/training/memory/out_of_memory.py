@@ -1,4 +1,4 @@
-"""When memory runs out: know it, take the failed attempt back, and go on with less at a time."""
+"""Out-of-memory errors: detect them, undo the failed attempt, retry with a smaller micro-batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _copy_all: Any = cast("Any", torch)._foreach_copy_  # one call for many small tensors
 
-# How torch, its libraries and C++ say it, where the error has no type of its own.
-_WORDS = (
+# Messages of torch, its libraries and C++, where the error has no type of its own.
+_MESSAGES = (
     "can't allocate memory",  # torch on the CPU
     "not enough memory",  # torch on the CPU, Windows
     "Cannot allocate memory",  # the operating system
@@ -40,8 +40,8 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-# How oneDNN says it; it also says so where it lacks a kernel.
-_VAGUE_WORDS = ("could not create a primitive", "could not create a memory object")
+# Messages of oneDNN; also raised for a missing kernel.
+_AMBIGUOUS_MESSAGES = ("could not create a primitive", "could not create a memory object")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -52,22 +52,22 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
             return True
-        if isinstance(cause, RuntimeError) and _tells_of_shortage(str(cause)):
+        if isinstance(cause, RuntimeError) and _is_allocation_message(str(cause)):
             return True
         cause = cause.__cause__
     return False
 
 
-def _tells_of_shortage(message: str) -> bool:
-    if any(words in message for words in _WORDS):
+def _is_allocation_message(message: str) -> bool:
+    if any(phrase in message for phrase in _MESSAGES):
         return True
-    # Without a limit Linux refuses no memory, so then it is the kernel that is missing.
+    # Without a limit Linux never refuses memory: then a kernel is missing.
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    return is_limited and any(words in message for words in _VAGUE_WORDS)
+    return is_limited and any(phrase in message for phrase in _AMBIGUOUS_MESSAGES)
 
 
 def smaller(micro_batch: int) -> int | None:
-    """The next micro-batch to try: half, rounded up so that the pieces stay even; none below 1."""
+    """The next micro-batch to try: half, rounded up; None below 1."""
     return None if micro_batch <= 1 else -(-micro_batch // 2)
 
 
@@ -76,15 +76,15 @@ def with_less_memory(
     micro_batch: int,
     *,
     undo: Callable[[], None],
-    told: Callable[[int, str], None],
+    on_shrink: Callable[[int, str], None],
 ) -> tuple[T, int]:
-    """What ``attempt`` returns, and the micro-batch that was small enough for it.
+    """The result of ``attempt``, and the micro-batch that was small enough for it.
 
     Args:
-        attempt: Does the work with a micro-batch; must not keep tensors outside its own frames.
+        attempt: Runs with a micro-batch; must not keep tensors outside its own frames.
         micro_batch: The first to try; halved as long as memory runs out.
-        undo: Takes back what the failed attempt changed.
-        told: Learns the next micro-batch and what the failed one died of.
+        undo: Reverts the changes of the failed attempt.
+        on_shrink: Receives the next micro-batch and the error message.
     """
     while True:
         try:
@@ -103,12 +103,12 @@ def with_less_memory(
             release_references(error)
         undo()
         free_memory()
-        told(next_size, message)
+        on_shrink(next_size, message)
         micro_batch = next_size
 
 
 def release_references(error: BaseException) -> None:
-    """Forget the variables of the frames that an error passed through: they hold its tensors."""
+    """Clear the local variables of an error's frames: they hold tensors."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -116,7 +116,7 @@ def release_references(error: BaseException) -> None:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds: cycles of objects, and what a device's allocator hoards."""
+    """Collect garbage, and empty the device's allocator cache."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -125,7 +125,7 @@ def free_memory() -> None:
 
 
 class StepRestorePoint:
-    """What a step may change before its update, as it stood when the step began.
+    """State that a step may change before its update, saved when the step began.
 
     Cheap enough for every step: random numbers, and the running averages of norms. Not for
     gradient release, which changes weights before a step can fail.
@@ -143,25 +143,25 @@ class StepRestorePoint:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """The step begins now."""
+        """Save the state at the beginning of a step."""
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         if self._buffers:
             _copy_all(self._copies, self._buffers)
 
     @torch.no_grad()
-    def bring_back(self) -> None:
-        """As if the step had not begun: gradients are dropped too."""
+    def restore(self) -> None:
+        """Restore the state of ``mark``, and drop the gradients."""
         for part in self._parts:
             part.zero_grad(set_to_none=True)
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random)
-        self.bring_back_buffers()
+        self.restore_buffers()
 
     @torch.no_grad()
-    def bring_back_buffers(self) -> None:
-        """Only the running averages: a step that is left out must leave nothing of itself there."""
+    def restore_buffers(self) -> None:
+        """Restore only the buffers: a skipped step must not change running averages."""
         if self._buffers:
             _copy_all(self._buffers, self._copies)
 
@@ -169,17 +169,17 @@ class StepRestorePoint:
 def cap_of_worker(
     job: Job, machine: Machine, device: torch.device, *, workers: int
 ) -> float | None:
-    """What one of the workers that share the memory of a machine may take; none for no limit."""
+    """Memory limit of one of the workers that share a machine; None for no limit."""
     cap = cap_bytes(job, machine)
     return None if cap is None or device.type != "cpu" else cap / workers
 
 
 @contextmanager
 def memory_capped(more_bytes: float | None) -> Generator[None]:
-    """Let this process take so much more memory, and then get errors instead of being killed.
+    """Limit this process to ``more_bytes`` more memory: beyond, allocations raise errors.
 
-    Linux promises more memory than there is and kills who uses it; a process can only survive a
-    shortage that it set itself. Does nothing for ``None``, and on systems that keep no such limit.
+    Linux overcommits memory and kills processes that use it; only a self-imposed limit raises an
+    error instead. Does nothing for ``None``, and on systems without such a limit.
     """
     if more_bytes is None or sys.platform != "linux":
         yield

@@ -1,7 +1,7 @@
-"""Activations computed again in the backward pass instead of kept (Chen et al. 2016).
+"""Activation checkpointing: activations are recomputed in the backward pass (Chen et al. 2016).
 
-``full`` keeps only what enters each repeated block; ``selective`` also keeps the results of matrix
-products and attention, and computes the cheap rest again.
+``full`` saves only the inputs of each repeated block; ``selective`` also saves the results of matrix
+products and attention, and recomputes the cheap rest.
 Blocks keep their names, weights and class: their ``forward`` is replaced, on the instance.
 """
 
@@ -52,10 +52,10 @@ _COSTLY = {
 
 
 def apply_recompute(model: nn.Module, mode: RecomputeMode, *, share: float = 1.0) -> list[str]:
-    """Compute the activations of the first ``share`` of the model's blocks again; returns their names.
+    """Recompute the activations of the first ``share`` of the model's blocks; returns their names.
 
-    What an earlier call set is undone first; ``none`` undoes it and no more. Nothing is computed
-    again in evaluation mode.
+    An earlier call is undone first; ``none`` only undoes it. Nothing is recomputed
+    in evaluation mode.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, not {share}")
@@ -66,7 +66,7 @@ def apply_recompute(model: nn.Module, mode: RecomputeMode, *, share: float = 1.0
     if not blocks:
         raise ModelError(
             f"train.recompute is {mode}, but {type(model).__name__} has no repeated blocks to "
-            "compute again.",
+            "recompute.",
             hint="Set train.recompute to none and lower train.micro_batch, or keep the model's "
             "layers in an nn.ModuleList or nn.Sequential.",
         )
@@ -80,31 +80,31 @@ def apply_recompute(model: nn.Module, mode: RecomputeMode, *, share: float = 1.0
 
 
 def recompute_savings(model: nn.Module, run_pass: Callable[[], Any]) -> dict[RecomputeMode, float]:
-    """The most bytes that one pass holds at a time with each mode the model allows.
+    """Peak bytes of one pass with each mode that the model allows.
 
     ``run_pass`` does one forward and backward. Weights and their gradients do not count. Gradients
     and random numbers change; the model is left without recomputation.
     """
-    found: dict[RecomputeMode, float] = {}
+    peaks: dict[RecomputeMode, float] = {}
     modes: tuple[RecomputeMode, ...] = ("none", "selective", "full")
-    run_pass()  # from now on gradients are added to, not made
+    run_pass()  # allocates the gradients, which must not count
     for mode in modes if find_blocks(model) else modes[:1]:
         apply_recompute(model, mode)
-        found[mode] = float(peak_bytes(run_pass))
+        peaks[mode] = float(peak_bytes(run_pass))
     _undo(model)
-    return found
+    return peaks
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputedBlock:
-    """A part of the model that can be computed again, or a run of layers of an nn.Sequential."""
+    """A module that can be recomputed, or a range of layers of an nn.Sequential."""
 
     name: str
     module: nn.Module
     layers: slice | None = None
 
     def set(self, *, selective: bool) -> None:
-        """Have it computed again from now on."""
+        """Enable recomputation of this block."""
         module: Any = self.module
         if self.layers is not None:
             rules: tuple[_Segment, ...] = getattr(module, _RULE, ())
@@ -127,7 +127,7 @@ class _Segment:
 
 def find_blocks(model: nn.Module) -> list[RecomputedBlock]:
     """The outermost repeated blocks; where there are none, even runs of long nn.Sequentials."""
-    # transformers marks its blocks itself, and takes care of what must not happen twice in them.
+    # transformers marks its blocks itself, and handles side effects inside them.
     layers = [
         RecomputedBlock(name, part) for name, part in model.named_modules() if _is_hf_layer(part)
     ]
@@ -137,7 +137,7 @@ def find_blocks(model: nn.Module) -> list[RecomputedBlock]:
 def _repeated(module: nn.Module, above: str) -> Iterator[RecomputedBlock]:
     twins = Counter[type[nn.Module]]()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        # A single layer keeps what enters it anyway: only blocks of several are worth it.
+        # A single layer saves its input anyway: only blocks of several layers gain.
         twins = Counter(type(part) for part in module if next(part.children(), None) is not None)
     for name, part in module.named_children():
         if twins[type(part)] > 1 and _can_run_alone(part):
@@ -161,17 +161,17 @@ def _segments(module: nn.Module, above: str) -> Iterator[RecomputedBlock]:
 
 
 def _units(layers: nn.Sequential) -> list[int]:
-    """Where a matrix or convolution and what belongs to it (norm, activation) begin."""
+    """Start indices of units: a matrix or convolution with its norm and activation."""
     heavy = [
-        place
-        for place, layer in enumerate(layers)
+        index
+        for index, layer in enumerate(layers)
         if any(weight.ndim > 1 for weight in layer.parameters())
     ]
     return [0, *heavy[1:]]
 
 
 def _even(layers: nn.Sequential, name: str, units: list[int]) -> Iterator[RecomputedBlock]:
-    # The square root of the depth keeps least: Chen et al. 2016, section 4.1.
+    # The square root of the depth needs the least memory: Chen et al. 2016, section 4.1.
     count = math.ceil(math.sqrt(len(units)))
     starts = [units[len(units) * index // count] for index in range(count)]
     for start, end in zip(starts, [*starts[1:], len(layers)], strict=True):
@@ -217,8 +217,8 @@ def _recomputed(
         # The compiler sees both passes as one program, in which buffers change once.
         again = forward
     else:
-        again = _with_buffers_of_the_first_time(forward, parts)
-        # Kept results that a layer writes into would be wrong the second time.
+        again = _with_original_buffers(forward, parts)
+        # Saved results that a layer overwrites in place would be wrong in the recomputation.
         selective = selective and not any(
             getattr(layer, "inplace", False) for part in parts for layer in part.modules()
         )
@@ -226,7 +226,7 @@ def _recomputed(
         return checkpoint(again, *args, use_reentrant=False, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, _keep_costly)
     if torch.is_autocast_cache_enabled() and not torch.compiler.is_compiling():
-        again = partial(_cast_afresh, again)
+        again = partial(_without_autocast_cache, again)
     return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -237,14 +237,14 @@ def _keep_costly(_context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention with dropout: if it were not run again, all draws after it would differ."""
+    """Whether an operator draws random numbers: attention with dropout must be recomputed."""
     names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return bool(given.get("dropout_p"))
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return bool(arguments.get("dropout_p"))
 
 
-def _cast_afresh(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A weight that another block has cast already must be cast in both runs, or in neither."""
+def _without_autocast_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run without the autocast cache: a weight must be cast in both runs, or in neither."""
     torch.set_autocast_cache_enabled(False)
     try:
         return forward(*args, **kwargs)
@@ -252,11 +252,11 @@ def _cast_afresh(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch.set_autocast_cache_enabled(True)
 
 
-def _with_buffers_of_the_first_time(
+def _with_original_buffers(
     forward: Callable[..., Any], parts: tuple[nn.Module, ...]
 ) -> Callable[..., Any]:
-    """Let the second run see, and not touch, what the first changed: running averages of norms."""
-    owners = [found for part in parts for found in _lasting_buffers(part)]
+    """Restore the buffers of the first run in the recomputation: running averages change once."""
+    owners = [peaks for part in parts for peaks in _persistent_buffers(part)]
     if not owners:
         return forward
     before: list[Tensor] = []
@@ -277,11 +277,11 @@ def _with_buffers_of_the_first_time(
     return run
 
 
-def _lasting_buffers(part: nn.Module) -> Iterator[tuple[Any, str]]:
+def _persistent_buffers(part: nn.Module) -> Iterator[tuple[Any, str]]:
     owner: Any
     for owner in part.modules():
         for name, buffer in owner._buffers.items():
-            # Those that no checkpoint keeps are tables, not state.
+            # Non-persistent buffers are tables, not state.
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield owner, name
 
@@ -302,7 +302,7 @@ def _is_hf_layer(module: nn.Module) -> bool:
 
 
 def _switch_hf_stacks(model: nn.Module, *, on: bool) -> None:
-    """What holds the layers drops its cache while it trains: filled twice, it would be wrong.
+    """Switch the stacks too: they drop their cache while training, which recomputation would corrupt.
 
     transformers' own switch would also make frozen embeddings ask for gradients.
     """

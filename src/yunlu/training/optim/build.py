@@ -1,4 +1,4 @@
-"""Optimisers: torch's own; LAMB, LARS and 8-bit states from kept libraries."""
+"""Optimisers: torch's own; LAMB, LARS and 8-bit states from other libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AnyOptimizer: TypeAlias = torch.optim.Optimizer | FusedAdam
 
 _DEVICES = {"cpu", "cuda"}
-"""Where torch has a kernel for all weights at once."""
+"""Devices where torch has a kernel for all weights at once."""
 
 
 def build_optimizer(
@@ -35,28 +35,28 @@ def build_optimizer(
     kernel: Kernel = "fused",
     freezable: bool = False,
 ) -> AnyOptimizer:
-    """The optimiser over the trainable weights of a model, or these weights; no decay of vectors.
+    """Build the optimiser over the trainable weights of a model, or over these weights.
 
-    A ``freezable`` Adam can hold its second moment, where there is a kernel for all weights at once.
-    A ``kernel`` that does not exist here gives way to the next best of ``kernels_for``.
+    Vectors get no weight decay. A ``freezable`` Adam can freeze its second moment (fused kernel only).
+    A ``kernel`` that is not available falls back to the first of ``kernels_for``.
     """
     # torch couples the weight decay of SGD and Adam with the gradient: that is the L2 penalty.
     coupled = spec.name in {"sgd", "momentum", "adam"}
     groups = _groups(model, l2 if coupled else weight_decay)
     if spec.state == "8bit":
         return _eight_bit(groups, spec, lr=lr)
-    known = kernels_for(model, spec)
-    chosen = kernel if kernel in known else known[0]
-    how = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+    available = kernels_for(model, spec)
+    chosen = kernel if kernel in available else available[0]
+    options = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
     match spec.name:
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr, **how)
+            return torch.optim.SGD(groups, lr=lr, **options)
         case "momentum":
             return torch.optim.SGD(
-                groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, **how
+                groups, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov, **options
             )
         case "adam" | "adamw":
-            return _adam(groups, spec, lr=lr, how=how, freezable=freezable)
+            return _adam(groups, spec, lr=lr, options=options, freezable=freezable)
         case "lamb" | "lars":
             return _layerwise(groups, spec, lr=lr)
 
@@ -66,25 +66,25 @@ def _adam(
     spec: OptimizerSpec,
     *,
     lr: float,
-    how: dict[str, bool],
+    options: dict[str, bool],
     freezable: bool,
 ) -> AnyOptimizer:
     decoupled = spec.name == "adamw"
-    if how["fused"]:
+    if options["fused"]:
         kind = FrozenAdam if freezable else FusedAdam
         return kind(groups, lr=lr, betas=spec.betas, eps=spec.eps, decoupled=decoupled)
     plain = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return plain(groups, lr=lr, betas=spec.betas, eps=spec.eps, **how)
+    return plain(groups, lr=lr, betas=spec.betas, eps=spec.eps, **options)
 
 
 def kernels_for(model: nn.Module | Sequence[Tensor], spec: OptimizerSpec) -> list[Kernel]:
-    """The ways to apply this update to these weights, the likely fastest first."""
+    """Available optimiser kernels for these weights, the likely fastest first."""
     if spec.name in {"lamb", "lars"} or spec.state == "8bit":
         return ["single"]
     trained = _trained(model)
     if any(weight.device.type not in _DEVICES for weight in trained):
         return ["single"]
-    # One kernel for all weights takes real numbers only: a third of a small model's step otherwise.
+    # The fused kernel takes real numbers only; without it, updates take a third of a small model's step.
     if all(weight.is_floating_point() for weight in trained):
         return ["fused", "foreach", "single"]
     return ["foreach", "single"]
@@ -125,10 +125,10 @@ def _layerwise(
 def _eight_bit(
     groups: list[dict[str, Any]], spec: OptimizerSpec, *, lr: float
 ) -> torch.optim.Optimizer:
-    """Adam that remembers each weight in two bytes instead of eight (Dettmers et al. 2022, section 2)."""
+    """Adam with two bytes of state per weight instead of eight (Dettmers et al. 2022, section 2)."""
     if spec.name not in {"adam", "adamw"}:
         raise TrainingError(
-            f"train.optimizer.state=8bit exists for adam and adamw, not for {spec.name}.",
+            f"train.optimizer.state=8bit supports adam and adamw, not {spec.name}.",
             hint="Use adamw, or remove train.optimizer.state.",
         )
     try:
@@ -148,7 +148,7 @@ def _eight_bit(
 
 
 def _couple_decay(optimizer: torch.optim.Optimizer) -> None:
-    """Add the decay to the gradient: the library's Adam decays the weights themselves, as AdamW."""
+    """Couple weight decay to the gradient: the library's Adam decouples it, as AdamW."""
     amounts = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0

@@ -1,9 +1,8 @@
-"""Adam that stops to learn how large each weight's gradient is, for gradients of one bit.
+"""Adam with a frozen second moment, for gradients compressed to one bit (Tang et al. 2021, 1-bit Adam).
 
-After compression every number of a block has the same size, and the second moment would forget what it
-knew: one bit with Adam as it is does not learn as well. Held still, what remains is momentum with a rate
-for each weight, which is linear in the gradient: what one step left out the next one makes good (Tang et
-al. 2021, 1-bit Adam).
+After compression all values of a block have the same magnitude, which destroys the second moment: plain
+Adam on one-bit gradients learns worse. With a frozen second moment the update is momentum with a rate per
+weight, linear in the gradient, so that error feedback works.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAST = 0.1
-"""The least size that a weight's gradients are taken to have, relative to those of its tensor.
+"""Floor of a weight's second moment, relative to the mean of its tensor.
 
-One bit gives a number that is always zero the size of the others in its block: divided by its own size,
-that would be a step without end.
+One bit gives a gradient that is always zero the magnitude of its block: divided by its own second
+moment, the update would be unbounded.
 """
-_each: Any = cast("Any", torch)
+_foreach: Any = cast("Any", torch)
 
 
 class FrozenAdam(FusedAdam):
-    """``FusedAdam`` until ``freeze()``; afterwards the second moment stays as it is, until ``thaw()``."""
+    """``FusedAdam`` whose second moment is constant between ``freeze()`` and ``thaw()``."""
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the second moment is held still; a checkpoint knows."""
+        """Whether the second moment is frozen; part of the state in a checkpoint."""
         return any(group.get("frozen", False) for group in self.param_groups)
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Hold the second moment; when it has settled: after a tenth to a fifth of all steps."""
+        """Freeze the second moment; once it is stable, after a tenth to a fifth of all steps."""
         self._correct(torch.Tensor.div_, frozen=True)
         for state in self.state.values():
             square = state["exp_avg_sq"]
@@ -46,7 +45,7 @@ class FrozenAdam(FusedAdam):
 
     @torch.no_grad()
     def thaw(self) -> None:
-        """Let it learn again."""
+        """Unfreeze the second moment."""
         self._correct(torch.Tensor.mul_, frozen=False)
 
     @torch.no_grad()
@@ -56,7 +55,7 @@ class FrozenAdam(FusedAdam):
             super().step()
             return
         for group in self.param_groups:
-            # A weight that had no gradient until now has no second moment to go by.
+            # A weight without a gradient so far has no second moment.
             present = [
                 weight
                 for weight in group["params"]
@@ -69,21 +68,21 @@ class FrozenAdam(FusedAdam):
         states = [self.state[weight] for weight in weights]
         means = [state["exp_avg"] for state in states]
         steps = [state["step"] for state in states]
-        _each._foreach_add_(steps, 1)
+        _foreach._foreach_add_(steps, 1)
         gradients = [weight.grad for weight in weights]
         lr, decay, beta1 = group["lr"], group["weight_decay"], group["betas"][0]
         if decay and group["decoupled_weight_decay"]:
-            _each._foreach_mul_(weights, 1 - lr * decay)
+            _foreach._foreach_mul_(weights, 1 - lr * decay)
         elif decay:
-            gradients = _each._foreach_add(gradients, weights, alpha=decay)
-        _each._foreach_lerp_(means, gradients, 1 - beta1)
-        sizes = _each._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        _each._foreach_add_(sizes, group["eps"])
+            gradients = _foreach._foreach_add(gradients, weights, alpha=decay)
+        _foreach._foreach_lerp_(means, gradients, 1 - beta1)
+        sizes = _foreach._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        _foreach._foreach_add_(sizes, group["eps"])
         rates = [-lr / (1 - beta1 ** float(step)) for step in steps]
-        _each._foreach_addcdiv_(weights, means, sizes, rates)
+        _foreach._foreach_addcdiv_(weights, means, sizes, rates)
 
     def _correct(self, change: Callable[[Tensor, float], Tensor], *, frozen: bool) -> None:
-        """Put the correction for a start at nothing into the second moment, or take it out."""
+        """Apply the bias correction to the second moment, or remove it."""
         for group in self.param_groups:
             if group.get("frozen", False) == frozen:
                 continue
@@ -96,6 +95,6 @@ class FrozenAdam(FusedAdam):
 
 
 def hold_moments(optimizer: object, *, held: bool) -> None:
-    """Freeze the second moment of an optimiser that can, or let it learn again."""
+    """Freeze or unfreeze the second moment, if the optimiser supports it."""
     if isinstance(optimizer, FrozenAdam):
         optimizer.freeze() if held else optimizer.thaw()

@@ -1,7 +1,7 @@
 """Adam and AdamW with torch's fused kernel, called without torch's optimiser around it.
 
-The kernel is the same and so are its results, bit for bit. What is left out took as long as a tenth of
-a small model's step, and loading the compiler that torch's optimisers ask for costs a second and 70 MB.
+Same kernel, same results, bit for bit. Torch's wrapper takes up to a tenth of a small model's step, and
+imports the compiler, which costs a second and 70 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _kernels: Any = cast("Any", torch)
-# What torch.optim.AdamW keeps in a group besides: a checkpoint fits both.
+# Further keys of torch.optim.AdamW's groups: checkpoints are interchangeable.
 _AS_TORCH: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -30,7 +30,7 @@ _AS_TORCH: dict[str, Any] = {
 
 @dataclass(slots=True)
 class _Lists:
-    """The tensors of a group, in the order that the kernel takes them."""
+    """The tensors of a group, as the kernel takes them."""
 
     weights: list[Tensor] = field(default_factory=list[Tensor])
     means: list[Tensor] = field(default_factory=list[Tensor])
@@ -39,7 +39,7 @@ class _Lists:
 
 
 class FusedAdam:
-    """What the engine needs of an optimiser; ``decoupled`` weight decay makes it AdamW."""
+    """Adam with the interface of torch's optimisers; ``decoupled`` weight decay makes it AdamW."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FusedAdam:
             if not present:
                 continue
             lists = self._lists[number]
-            # Which weights take part hardly ever changes.
+            # The set of weights with gradients hardly ever changes.
             if len(lists.weights) != len(present) or any(map(is_not, lists.weights, present)):
                 lists = self._lists[number] = self._collect(present)
             _kernels._foreach_add_(lists.steps, 1)
@@ -97,7 +97,7 @@ class FusedAdam:
             )
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if set_to_none or weight.grad is None:
@@ -106,28 +106,28 @@ class FusedAdam:
                     weight.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimisers give it."""
+        """State in the format of torch's optimisers."""
         numbers = {weight: number for number, weight in enumerate(self._weights())}
         groups = [
             group | {"params": [numbers[weight] for weight in group["params"]]}
             for group in self.param_groups
         ]
-        state = {numbers[weight]: dict(kept) for weight, kept in self.state.items()}
+        state = {numbers[weight]: dict(state) for weight, state in self.state.items()}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, packed: dict[str, Any]) -> None:
-        """Continue from what this or torch's own optimiser gave."""
+        """Restore the state of this or of torch's own optimiser."""
         sizes = [len(group["params"]) for group in self.param_groups]
         if sizes != [len(group["params"]) for group in packed["param_groups"]]:
-            raise ValueError("the groups of weights are not those of this optimiser")
+            raise ValueError("the parameter groups differ from those of this optimiser")
         weights = self._weights()
-        for group, kept in zip(self.param_groups, packed["param_groups"], strict=True):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
         self.state = {
             weights[number]: {
-                key: value.to(weights[number].device, copy=True) for key, value in kept.items()
+                key: value.to(weights[number].device, copy=True) for key, value in state.items()
             }
-            for number, kept in packed["state"].items()
+            for number, state in packed["state"].items()
         }
         self._lists = [_Lists() for _ in self.param_groups]
 
@@ -137,15 +137,15 @@ class FusedAdam:
     def _collect(self, weights: list[Tensor]) -> _Lists:
         lists = _Lists()
         for weight in weights:
-            kept = self.state.get(weight)
-            if kept is None:
-                kept = self.state[weight] = {
+            state = self.state.get(weight)
+            if state is None:
+                state = self.state[weight] = {
                     "step": torch.zeros((), dtype=torch.float32, device=weight.device),
                     "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
                     "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
                 }
             lists.weights.append(weight)
-            lists.means.append(kept["exp_avg"])
-            lists.squares.append(kept["exp_avg_sq"])
-            lists.steps.append(kept["step"])
+            lists.means.append(state["exp_avg"])
+            lists.squares.append(state["exp_avg_sq"])
+            lists.steps.append(state["step"])
         return lists

@@ -1,4 +1,4 @@
-"""A learning rate that falls when the metric stands still."""
+"""Learning rate reduction on a plateau of the metric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Plateau:
-    """Lowers the rate when the metric stands still."""
+    """Lowers the rate when the metric stops improving."""
 
     factor: float
     patience: int
@@ -16,7 +16,7 @@ class Plateau:
     waited: int = 0
 
     def observe(self, *, improved: bool) -> bool:
-        """Take one evaluation; true if the rate was lowered."""
+        """Record one evaluation; true if the rate was lowered."""
         self.waited = 0 if improved else self.waited + 1
         if self.waited < self.patience:
             return False
@@ -25,7 +25,7 @@ class Plateau:
         return True
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"scale": self.scale, "waited": self.waited}
 
     def restore(self, state: dict[str, Any]) -> None:

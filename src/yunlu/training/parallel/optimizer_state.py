@@ -66,14 +66,14 @@ def optimizer_shards(
         optimizer: torch's, or one with the same ``state`` and ``param_groups``, over plain tensors.
         names: By ``id`` of such a tensor, the weight whose piece it is.
     """
-    pieces: dict[str, TensorShard] = {}
+    shards: dict[str, TensorShard] = {}
     for leaf, kept in optimizer.state.items():
         weight = names[id(leaf)]
         for key, value in kept.items():
-            piece = _state_piece(weight, key, value)
-            if piece is not None:
-                pieces[piece.name] = piece
-    return pieces, {"groups": _describe_groups(optimizer, names)}
+            shard = _state_piece(weight, key, value)
+            if shard is not None:
+                shards[shard.name] = shard
+    return shards, {"groups": _describe_groups(optimizer, names)}
 
 
 def wanted_optimizer(
@@ -89,9 +89,9 @@ def wanted_optimizer(
             weight = names[id(leaf)]
             for name in by_weight.get(weight.name, ()):
                 spec = specs[name]
-                box = weight.box if spec.shape == weight.shape else full_slice(spec.shape)
-                tensor = torch.empty(box.size, dtype=spec.dtype, device=_device(name, leaf, group))
-                wanted[name] = TensorShard(name, spec.shape, box, tensor)
+                region = weight.region if spec.shape == weight.shape else full_slice(spec.shape)
+                tensor = torch.empty(region.size, dtype=spec.dtype, device=_device(name, leaf, group))
+                wanted[name] = TensorShard(name, spec.shape, region, tensor)
     return wanted
 
 
@@ -103,10 +103,10 @@ def install_optimizer(
 ) -> None:
     """Continue with the state in these tensors."""
     by_weight: dict[str, dict[str, Any]] = {}
-    for name, piece in filled.items():
+    for name, shard in filled.items():
         weight, _, key = name.rpartition("/")
         key, _, kind = key.partition(":")
-        value = _NAMES[kind](piece.tensor.item()) if kind else piece.tensor
+        value = _NAMES[kind](shard.tensor.item()) if kind else shard.tensor
         by_weight.setdefault(weight, {})[key] = value
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -150,13 +150,13 @@ def _state_piece(weight: TensorShard, key: str, value: Any) -> TensorShard | Non
             )
         value, name = torch.tensor(value, dtype=_KINDS[kind]), f"{name}:{kind.__name__}"
     shape = tuple(value.shape)
-    if shape == weight.box.size:
-        return TensorShard(name, weight.shape, weight.box, value.detach())
+    if shape == weight.region.size:
+        return TensorShard(name, weight.shape, weight.region, value.detach())
     # Blocks of an 8-bit state, or rows and columns of a factored one, are of this cut and no other.
-    if value.numel() > 1 and weight.box != full_slice(weight.shape):
+    if value.numel() > 1 and weight.region != full_slice(weight.shape):
         raise CheckpointError(
             f"The optimiser's {key} of {weight.name} is {list(shape)}, which cannot be cut as the weight "
-            f"is ({list(weight.box.size)} of {list(weight.shape)}).",
+            f"is ({list(weight.region.size)} of {list(weight.shape)}).",
             hint="Use an optimiser with full states (adamw, momentum), or a layout with dp only.",
         )
     return TensorShard(name, shape, TensorSlice((0,) * len(shape), shape), value.detach())

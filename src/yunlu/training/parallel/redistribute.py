@@ -44,7 +44,7 @@ class SliceTransfer:
 
     name: str
     shape: tuple[int, ...]
-    box: TensorSlice
+    region: TensorSlice
     dtype: torch.dtype
 
 
@@ -55,9 +55,9 @@ class Transfer:
     source: int
     destination: int
     name: str
-    box: TensorSlice
+    region: TensorSlice
     """A part of what the source holds."""
-    holding: int
+    stored: int
     """Which of the source's pieces it is taken from."""
     target: int
     """Which of the destination's pieces it goes to."""
@@ -67,7 +67,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """How long it is on the wire."""
-        return self.box.volume * self.dtype.itemsize
+        return self.region.volume * self.dtype.itemsize
 
 
 def redistribute(
@@ -115,7 +115,7 @@ def plan_transfers(
     holders: dict[str, list[tuple[int, int, SliceTransfer]]] = defaultdict(list)
     for rank, parts in enumerate(held):
         for index, part in enumerate(parts):
-            if not part.box.is_empty:
+            if not part.region.is_empty:
                 holders[part.name].append((rank, index, part))
     sent_bytes = [0] * len(held)
     transfers: list[Transfer] = []
@@ -123,15 +123,15 @@ def plan_transfers(
     for rank, parts in enumerate(wanted):
         for index, part in enumerate(parts):
             _check_shapes(part, holders[part.name])
-            left = [] if part.box.is_empty else [part.box]
+            left = [] if part.region.is_empty else [part.region]
             candidates = sorted(
                 holders[part.name], key=lambda one: (one[0] != rank, sent_bytes[one[0]], one[:2])
             )
-            for source, holding, have in candidates:
-                taken = [common for box in left if not (common := box.intersect(have.box)).is_empty]
-                left = [rest for box in left for rest in box.subtract(have.box)]
-                for box in _split(taken, have.dtype.itemsize, limit_bytes):
-                    transfer = Transfer(source, rank, part.name, box, holding, index, have.dtype)
+            for source, stored, have in candidates:
+                taken = [common for region in left if not (common := region.intersect(have.region)).is_empty]
+                left = [rest for region in left for rest in region.subtract(have.region)]
+                for region in _split(taken, have.dtype.itemsize, limit_bytes):
+                    transfer = Transfer(source, rank, part.name, region, stored, index, have.dtype)
                     sent_bytes[source] += transfer.nbytes if source != rank else 0
                     transfers.append(transfer)
                 if not left:
@@ -254,43 +254,43 @@ def _aligned(nbytes: int) -> int:
 def _pack(giving: list[TensorShard], message: list[Transfer], device: torch.device) -> Tensor:
     buffer = torch.zeros(_length(message), dtype=torch.uint8, device=device)
     for transfer, view in _views(buffer, message):
-        piece = giving[transfer.holding]
-        view.copy_(piece.tensor[transfer.box.within(piece.box)])
+        shard = giving[transfer.stored]
+        view.copy_(shard.tensor[transfer.region.within(shard.region)])
     return buffer
 
 
 def _unpack(buffer: Tensor, message: list[Transfer], taking: list[TensorShard]) -> None:
     for transfer, view in _views(buffer, message):
-        piece = taking[transfer.target]
-        piece.tensor[transfer.box.within(piece.box)].copy_(view)
+        shard = taking[transfer.target]
+        shard.tensor[transfer.region.within(shard.region)].copy_(view)
 
 
 def _views(buffer: Tensor, message: list[Transfer]) -> Iterable[tuple[Transfer, Tensor]]:
     start = 0
     for transfer in message:
         data = buffer[start : start + transfer.nbytes]
-        yield transfer, data.view(transfer.dtype).view(transfer.box.size)
+        yield transfer, data.view(transfer.dtype).view(transfer.region.size)
         start += _aligned(transfer.nbytes)
 
 
 def _place(giving: list[TensorShard], taking: list[TensorShard], transfer: Transfer) -> None:
-    source, target = giving[transfer.holding], taking[transfer.target]
-    target.tensor[transfer.box.within(target.box)].copy_(
-        source.tensor[transfer.box.within(source.box)]
+    source, target = giving[transfer.stored], taking[transfer.target]
+    target.tensor[transfer.region.within(target.region)].copy_(
+        source.tensor[transfer.region.within(source.region)]
     )
 
 
-def _split(boxes: Iterable[TensorSlice], itemsize: int, limit_bytes: int) -> Iterable[TensorSlice]:
+def _split(regions: Iterable[TensorSlice], itemsize: int, limit_bytes: int) -> Iterable[TensorSlice]:
     """Halve boxes until each fits a message."""
-    for box in boxes:
-        if box.volume * itemsize <= max(limit_bytes, itemsize):
-            yield box
+    for region in regions:
+        if region.volume * itemsize <= max(limit_bytes, itemsize):
+            yield region
             continue
         # Along the first dimension that can be: slices stay in one stretch of memory.
-        dim = next(dim for dim, length in enumerate(box.size) if length > 1)
-        half = box.size[dim] // 2
-        first = TensorSlice(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
-        yield from _split((first, *box.subtract(first)), itemsize, limit_bytes)
+        dim = next(dim for dim, length in enumerate(region.size) if length > 1)
+        half = region.size[dim] // 2
+        first = TensorSlice(region.offset, (*region.size[:dim], half, *region.size[dim + 1 :]))
+        yield from _split((first, *region.subtract(first)), itemsize, limit_bytes)
 
 
 def _check_shapes(part: SliceTransfer, holders: Iterable[tuple[int, int, SliceTransfer]]) -> None:
@@ -302,16 +302,16 @@ def _check_shapes(part: SliceTransfer, holders: Iterable[tuple[int, int, SliceTr
             )
 
 
-def _tell(pieces: Iterable[TensorShard]) -> list[Any]:
+def _tell(shards: Iterable[TensorShard]) -> list[Any]:
     return [
         [
-            piece.name,
-            piece.shape,
-            piece.box.offset,
-            piece.box.size,
-            str(piece.tensor.dtype).removeprefix("torch."),
+            shard.name,
+            shard.shape,
+            shard.region.offset,
+            shard.region.size,
+            str(shard.tensor.dtype).removeprefix("torch."),
         ]
-        for piece in pieces
+        for shard in shards
     ]
 
 

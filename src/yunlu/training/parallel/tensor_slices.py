@@ -80,11 +80,11 @@ def full_slice(shape: Sequence[int]) -> TensorSlice:
     return TensorSlice((0,) * len(shape), tuple(shape))
 
 
-def missing_elements(wanted: TensorSlice, boxes: Iterable[TensorSlice]) -> list[TensorSlice]:
+def missing_elements(wanted: TensorSlice, regions: Iterable[TensorSlice]) -> list[TensorSlice]:
     """What none of the boxes holds."""
     left = [] if wanted.is_empty else [wanted]
-    for box in boxes:
-        left = [rest for part in left for rest in part.subtract(box)]
+    for region in regions:
+        left = [rest for part in left for rest in part.subtract(region)]
     return left
 
 
@@ -103,13 +103,13 @@ class TensorShard:
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    box: TensorSlice
+    region: TensorSlice
     tensor: Tensor
     """Local and plain, of exactly the box's size."""
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.box.size:
-            raise ValueError(f"{self.name}: {tuple(self.tensor.shape)} is not {self.box.size}")
+        if tuple(self.tensor.shape) != self.region.size:
+            raise ValueError(f"{self.name}: {tuple(self.tensor.shape)} is not {self.region.size}")
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class ShardReader(Protocol):
         """The tensors that can be read, by name."""
         ...
 
-    def read(self, name: str, box: TensorSlice) -> Tensor:
+    def read(self, name: str, region: TensorSlice) -> Tensor:
         """A part of a tensor, on the CPU."""
         ...
 
@@ -142,17 +142,17 @@ class ShardGroupReader:
         found = self.reader.specs().items()
         return {name.removeprefix(prefix): spec for name, spec in found if name.startswith(prefix)}
 
-    def read(self, name: str, box: TensorSlice) -> Tensor:
+    def read(self, name: str, region: TensorSlice) -> Tensor:
         """A part of a tensor of the group."""
-        return self.reader.read(f"{self.group}/{name}", box)
+        return self.reader.read(f"{self.group}/{name}", region)
 
 
 def join_groups(groups: Mapping[str, Mapping[str, TensorShard]]) -> list[TensorShard]:
     """The pieces of all groups, named ``<group>/<name>``."""
     return [
-        replace(piece, name=f"{group}/{name}")
-        for group, pieces in groups.items()
-        for name, piece in pieces.items()
+        replace(shard, name=f"{group}/{name}")
+        for group, shards in groups.items()
+        for name, shard in shards.items()
     ]
 
 
@@ -162,14 +162,14 @@ def shard_of(name: str, tensor: Tensor) -> TensorShard:
     if not is_distributed(tensor):
         return TensorShard(name, shape, full_slice(shape), tensor.detach())
     local = local_of(tensor)
-    box = _shard(name, shape, tensor)
-    if box.size != tuple(local.shape):
+    region = _shard(name, shape, tensor)
+    if region.size != tuple(local.shape):
         raise CheckpointError(
             f"The shard of {name} is {tuple(local.shape)}, where {tensor.placements} of {shape} "
-            f"means {box.size}.",
+            f"means {region.size}.",
             hint="This is a fault of Yunlu or of a model that cuts its own weights; please report it.",
         )
-    return TensorShard(name, shape, box, local.detach())
+    return TensorShard(name, shape, region, local.detach())
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -245,12 +245,12 @@ def weights_of(
     Tied weights stand once. ``aliases`` of the whole model give the parts of a tie that a pipeline
     keeps on two workers the same name.
     """
-    pieces: dict[str, TensorShard] = {}
+    shards: dict[str, TensorShard] = {}
     for module in modules:
         for name, value in _tied(module.state_dict())[0].items():
             known = (aliases or {}).get(name, name)
-            pieces.setdefault(known, shard_of(known, value))
-    return pieces
+            shards.setdefault(known, shard_of(known, value))
+    return shards
 
 
 def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -273,24 +273,24 @@ def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return kept, aliases
 
 
-def fill(pieces: Iterable[TensorShard], reader: ShardReader) -> None:
+def fill(shards: Iterable[TensorShard], reader: ShardReader) -> None:
     """Copy into the live tensors; nothing is touched where the state is another model's."""
-    wanted = list(pieces)
+    wanted = list(shards)
     check_fit(wanted, reader.specs())
     with torch.no_grad():
-        for piece in wanted:
-            if not piece.box.is_empty:
-                piece.tensor.copy_(reader.read(piece.name, piece.box))
+        for shard in wanted:
+            if not shard.region.is_empty:
+                shard.tensor.copy_(reader.read(shard.name, shard.region))
 
 
 def check_fit(wanted: Iterable[TensorShard], specs: Mapping[str, TensorSpec]) -> None:
     """Refuse state that lacks a tensor, or has it in another shape."""
-    for piece in wanted:
-        found = specs.get(piece.name)
-        if found is None or found.shape != piece.shape:
+    for shard in wanted:
+        found = specs.get(shard.name)
+        if found is None or found.shape != shard.shape:
             has = "does not have it" if found is None else f"has {list(found.shape)}"
             raise CheckpointError(
-                f"The state does not fit the model: {piece.name} is {list(piece.shape)} here, "
+                f"The state does not fit the model: {shard.name} is {list(shard.shape)} here, "
                 f"and the state {has}.",
                 hint="Resume with the model and the data the run was started with.",
             )

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.run import new_record, settle
+from yunlu.jobs.run import new_record, detect_lost
 from yunlu.runs.run_store import Log, log_end
 from yunlu.runs.states import RunState
 from yunlu.tuning.conducting.deciding import Decider
@@ -229,7 +229,7 @@ class Conductor:
         now = time.monotonic()
         if now - live.looked_at > _ALIVE_S:
             live.looked_at = now
-            live.record = settle(live.run, live.record)
+            live.record = detect_lost(live.run, live.record)
         size = log_end(live.run, Log.EVENTS)
         if not size:
             self._rests.forget(live)

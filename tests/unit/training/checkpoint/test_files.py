@@ -114,27 +114,27 @@ LIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another file": lambda body: body["files"].update({".metadata": {"bytes": 1}}),
     "a NUL": lambda body: body["files"].update({"rank-00000.safetensors\0": {"bytes": 1}}),
     "no state": lambda body: body["files"].pop("state.json"),
-    "a piece in no file": lambda body: weight(body).update(pieces=[["rank-00009.safetensors", [0], [64]]]),
-    "a piece in the state": lambda body: weight(body).update(pieces=[["state.json", [0], [64]]]),
+    "a piece in no file": lambda body: weight(body).update(shards=[["rank-00009.safetensors", [0], [64]]]),
+    "a piece in the state": lambda body: weight(body).update(shards=[["state.json", [0], [64]]]),
     "a larger tensor": lambda body: weight(body).update(shape=[128]),
     "a smaller tensor": lambda body: weight(body).update(shape=[32]),
     "another shape": lambda body: weight(body).update(
-        shape=[8, 8], pieces=[[WEIGHTS, [0, 0], [8, 8]]]
+        shape=[8, 8], shards=[[WEIGHTS, [0, 0], [8, 8]]]
     ),
-    "an offset": lambda body: weight(body).update(pieces=[[WEIGHTS, [1], [64]]]),
-    "a negative offset": lambda body: weight(body).update(pieces=[[WEIGHTS, [-1], [64]]]),
+    "an offset": lambda body: weight(body).update(shards=[[WEIGHTS, [1], [64]]]),
+    "a negative offset": lambda body: weight(body).update(shards=[[WEIGHTS, [-1], [64]]]),
     "a huge tensor": lambda body: weight(body).update(
-        shape=[1 << 50], pieces=[[WEIGHTS, [0], [1 << 50]]]
+        shape=[1 << 50], shards=[[WEIGHTS, [0], [1 << 50]]]
     ),
-    "sizes beyond all": lambda body: weight(body).update(shape=[1 << 80], pieces=[]),
-    "true as a size": lambda body: weight(body).update(shape=[True], pieces=[]),
-    "a hole": lambda body: weight(body).update(pieces=[[WEIGHTS, [0], [32]]]),
-    "no pieces": lambda body: weight(body).update(pieces=[]),
+    "sizes beyond all": lambda body: weight(body).update(shape=[1 << 80], shards=[]),
+    "true as a size": lambda body: weight(body).update(shape=[True], shards=[]),
+    "a hole": lambda body: weight(body).update(shards=[[WEIGHTS, [0], [32]]]),
+    "no pieces": lambda body: weight(body).update(shards=[]),
     "another type": lambda body: weight(body).update(dtype="I32"),
     "an unknown type": lambda body: weight(body).update(dtype="PICKLE"),
     "another name": lambda body: body["tensors"].update({"model/w": weight(body)}),
     "a name without a group": lambda body: body["tensors"].update({"../x": weight(body)}),
-    "pieces of another kind": lambda body: weight(body).update(pieces={"a": 1}),
+    "pieces of another kind": lambda body: weight(body).update(shards={"a": 1}),
     "tensors of another kind": lambda body: body.update(tensors=[1]),
     "files of another kind": lambda body: body.update(files=[1, 2]),
     "a step of another kind": lambda body: body.update(step="7"),
@@ -206,9 +206,9 @@ def test_live_tensors_are_saved_as_they_were_though_training_goes_on(tmp_path: P
     live = {"w": torch.full((1000, 100), 1.0), "buffer": torch.full((10,), 1.0)}
     kept = store(tmp_path, keep_last=9)
     for step, defer in ((1, False), (2, True), (3, True)):
-        pieces = {"model": {name: shard_of(name, tensor) for name, tensor in live.items()}}
+        shards = {"model": {name: shard_of(name, tensor) for name, tensor in live.items()}}
         kept.save(
-            Snapshot(step=step, pieces=pieces, state={}), defer=defer, moving={"model/buffer"}
+            Snapshot(step=step, shards=shards, state={}), defer=defer, moving={"model/buffer"}
         )
         live["buffer"] += 1  # a forward pass
         kept.finish_copy()
@@ -226,8 +226,8 @@ def test_memory_for_the_copy_is_used_again(tmp_path: Path) -> None:
     kept.wait()
     memory = kept._buffer._memory.data_ptr()
     for step in (1, 2):
-        pieces = {"model": {"w": shard_of("w", torch.ones(1000))}}
-        kept.save(Snapshot(step=step, pieces=pieces, state={}))
+        shards = {"model": {"w": shard_of("w", torch.ones(1000))}}
+        kept.save(Snapshot(step=step, shards=shards, state={}))
         assert kept._buffer._memory.data_ptr() == memory
     kept.close()
 
@@ -272,8 +272,8 @@ def test_a_save_with_a_hole_is_not_published(tmp_path: Path) -> None:
 
 
 def test_replicas_share_the_writing() -> None:
-    box = TensorSlice((0,), (100,))
-    parts = [(f"w{number}", box, 400 + number) for number in range(12)]
+    region = TensorSlice((0,), (100,))
+    parts = [(f"w{number}", region, 400 + number) for number in range(12)]
     writers = assign_writers([parts, parts, parts])
     assert sorted(name for names in writers for name in names) == sorted(name for name, *_ in parts)
     assert {len(names) for names in writers} == {4}

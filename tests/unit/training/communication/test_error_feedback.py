@@ -57,30 +57,30 @@ def test_another_number_of_workers_has_the_same_total(before: int, after: int, l
 
 def test_a_share_is_a_copy() -> None:
     states = [state_of(0, 1, 4)]
-    kept = states[0]["worker/0"].clone()
+    residuals = states[0]["worker/0"].clone()
     redistribute_residuals(states, 2)[0]["worker/0"].zero_()
     fold_owner_residuals(states[0])["worker/0"].zero_()
-    assert torch.equal(states[0]["worker/0"], kept)
+    assert torch.equal(states[0]["worker/0"], residuals)
 
 
 def test_a_step_that_was_not_taken_leaves_no_trace() -> None:
     residual = ErrorFeedback()
     for step in (1.0, 2.0):
-        left = residual.room("a", 2).fill_(step)
-        residual.keep("a", left)
+        residual = residual.buffer("a", 2).fill_(step)
+        residual.store_residual("a", residual)
     residual.revert()
-    assert torch.equal(residual.kept["a"], whole(1, 1))
+    assert torch.equal(residual.residuals["a"], whole(1, 1))
     residual.revert()  # only what was not settled can be undone
-    assert torch.equal(residual.kept["a"], whole(1, 1))
-    residual.keep("a", residual.room("a", 2).fill_(3.0))
+    assert torch.equal(residual.residuals["a"], whole(1, 1))
+    residual.store_residual("a", residual.buffer("a", 2).fill_(3.0))
     residual.commit()
     residual.revert()
-    assert torch.equal(residual.kept["a"], whole(3, 3))
+    assert torch.equal(residual.residuals["a"], whole(3, 3))
 
 
 def test_undoing_the_first_step_leaves_nothing() -> None:
     residual = ErrorFeedback()
-    residual.keep("a", residual.room("a", 2).fill_(1.0))
+    residual.store_residual("a", residual.buffer("a", 2).fill_(1.0))
     residual.revert()
     values = whole(5, 5)
     residual.add_to("a", values)
@@ -91,10 +91,10 @@ def test_undoing_half_a_step_leaves_the_other_half_alone() -> None:
     residual = ErrorFeedback()
     for step in (1.0, 2.0):
         for name in "ab":
-            residual.keep(name, residual.room(name, 1).fill_(step))
-    residual.keep("a", residual.room("a", 1).fill_(3.0))
+            residual.store_residual(name, residual.buffer(name, 1).fill_(step))
+    residual.store_residual("a", residual.buffer("a", 1).fill_(3.0))
     residual.revert()
-    assert {name: float(kept) for name, kept in residual.kept.items()} == {"a": 2, "b": 2}
+    assert {name: float(residuals) for name, residuals in residual.residuals.items()} == {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
@@ -103,7 +103,7 @@ def test_one_bad_number_spoils_the_message_and_nothing_that_is_kept(bad: float) 
     values = whole(1, bad, 1)
     assert not math.isfinite(residual.add_to("a", values))
     assert values.isnan().all()
-    assert torch.equal(residual.kept["a"], whole(1, 2, 3))
+    assert torch.equal(residual.residuals["a"], whole(1, 2, 3))
 
 
 def test_what_is_kept_for_a_tensor_of_another_length_is_not_used() -> None:
@@ -116,8 +116,8 @@ def test_what_is_kept_for_a_tensor_of_another_length_is_not_used() -> None:
 def test_error_is_relative_and_over_all_names() -> None:
     residual = ErrorFeedback()
     assert residual.error() is None
-    residual.note("a", given=3.0, left=0.6)
-    residual.note("b", given=4.0, left=0.8)
+    residual.record_norms("a", given=3.0, residual=0.6)
+    residual.record_norms("b", given=4.0, residual=0.8)
     assert residual.error() == pytest.approx(0.2)
 
 

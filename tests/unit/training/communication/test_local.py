@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.local import METHODS, Averaging, LocalRules
+from yunlu.training.communication.local import METHODS, WeightAveraging, LocalRules
 from yunlu.training.communication.local.site_follower import SiteFollower
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
@@ -64,9 +64,9 @@ def _changes(rank: int, step: int) -> list[Tensor]:
 
 def _train(
     transport: Transport, rules: LocalRules, steps: int, samples: tuple[float, ...] | None = None
-) -> tuple[list[Tensor], Averaging]:
+) -> tuple[list[Tensor], WeightAveraging]:
     weights = _weights()
-    averaging = Averaging(weights, transport, rules)
+    averaging = WeightAveraging(weights, transport, rules)
     for step in range(1, steps + 1):
         _update(weights, transport.rank, step)
         averaging.after_update(step, samples=samples[transport.rank] if samples else 1.0)
@@ -112,7 +112,7 @@ def test_all_that_was_learned_arrives_once_whatever_the_rules(
 def test_without_delay_weights_are_the_mean_after_every_exchange() -> None:
     def work(transport: Transport) -> list[Tensor]:
         weights = _weights()
-        averaging = Averaging(weights, transport, LocalRules(every=2))
+        averaging = WeightAveraging(weights, transport, LocalRules(every=2))
         seen: list[Tensor] = []
         for step in range(1, 5):
             _update(weights, transport.rank, step)
@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_are_left_out_and_replaced(codec: str, delay
 
     def work(transport: Transport) -> Tensor:
         weights = _weights()
-        averaging = Averaging(weights, transport, rules)
+        averaging = WeightAveraging(weights, transport, rules)
         for step in range(1, 4):
             _update(weights, transport.rank, step)
             if (transport.rank, step) == (1, 2):
@@ -200,7 +200,7 @@ def test_post_local_begins_from_where_summed_steps_have_led() -> None:
 
     def work(transport: Transport) -> tuple[int, Tensor]:
         weights = _weights()
-        averaging = Averaging(weights, transport, rules)
+        averaging = WeightAveraging(weights, transport, rules)
         for step in range(1, 4):
             _update(weights, 7, step)  # the same step on all
             averaging.after_update(step)
@@ -220,7 +220,7 @@ def test_post_local_begins_from_where_summed_steps_have_led() -> None:
 def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None:
     rules = LocalRules(every=2, parts=2, delay=1, codec=codec, outer_lr=0.9, outer_momentum=0.5)
 
-    def go_on(averaging: Averaging, weights: list[Tensor], rank: int) -> Tensor:
+    def go_on(averaging: WeightAveraging, weights: list[Tensor], rank: int) -> Tensor:
         for step in range(6, 10):
             _update(weights, rank, step)
             averaging.after_update(step)
@@ -233,7 +233,7 @@ def test_going_on_from_what_was_saved_is_as_if_never_stopped(codec: str) -> None
         saved = averaging.state()
         unbroken = go_on(averaging, weights, transport.rank)
         others = [torch.zeros(shape) for shape in _SHAPES]
-        again = Averaging(others, transport, rules)
+        again = WeightAveraging(others, transport, rules)
         again.restore(saved)
         resumed = go_on(again, others, transport.rank)
         again.close()
@@ -261,7 +261,7 @@ def test_after_settling_exactly_nothing_is_left_out() -> None:
 def test_weights_that_were_never_the_same_are_refused() -> None:
     def work(transport: Transport) -> str:
         weights = [torch.full((9,), float(transport.rank))]
-        averaging = Averaging(weights, transport, LocalRules(every=1))
+        averaging = WeightAveraging(weights, transport, LocalRules(every=1))
         with pytest.raises(LinkLostError) as caught:
             averaging.after_update(1)
         averaging.close()
@@ -302,7 +302,7 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
             gone.wait(LIMIT_S)  # never takes part
             return
         weights = _weights()
-        averaging = Averaging(weights, transport, LocalRules(every=1))
+        averaging = WeightAveraging(weights, transport, LocalRules(every=1))
         timer = threading.Timer(0.05, averaging.abort)
         timer.start()
         with pytest.raises(LinkLostError, match="given up"):
@@ -318,7 +318,7 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
 def test_weights_may_lie_in_any_order_in_memory() -> None:
     def work(transport: Transport) -> Tensor:
         weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
-        averaging = Averaging([weight], transport, LocalRules(every=1))
+        averaging = WeightAveraging([weight], transport, LocalRules(every=1))
         weight += transport.rank
         averaging.after_update(1)
         averaging.close()
@@ -327,7 +327,7 @@ def test_weights_may_lie_in_any_order_in_memory() -> None:
     for found in _run(work, 2):
         assert torch.equal(found, torch.arange(24.0).view(2, 3, 2, 2) + 0.5)
     with pytest.raises(ValueError, match="gaps"):
-        Averaging([torch.zeros(4, 4)[:, :2]], Transport(0, ("a",), {}), LocalRules())
+        WeightAveraging([torch.zeros(4, 4)[:, :2]], Transport(0, ("a",), {}), LocalRules())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def _train_in_sites(
     weights = _weights()
     if rank == mates[0]:
         between = connect(store, number, len(sites), "127.0.0.1", name="between")
-        averaging = Averaging(weights, between, rules, mates=inside)
+        averaging = WeightAveraging(weights, between, rules, mates=inside)
     else:
         averaging = SiteFollower(weights, inside, rules)
     try:

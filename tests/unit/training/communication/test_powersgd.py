@@ -33,7 +33,7 @@ def run_steps(transport: Transport, compressed: PowerSgdAllReduce, steps: range)
 
 
 def test_all_get_the_same_bits_and_what_they_lack_is_kept() -> None:
-    sums = [PowerSgdAllReduce({0: _MATRICES}, rank=3, add_up=ring_allreduce) for _ in range(3)]
+    sums = [PowerSgdAllReduce({0: _MATRICES}, rank=3, allreduce=ring_allreduce) for _ in range(3)]
     found = run_workers(lambda transport: run_steps(transport, sums[transport.rank], range(3)), 3)
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))

@@ -53,7 +53,7 @@ def test_a_shortage_is_known_also_as_a_cause(error: Exception) -> None:
 def test_other_errors_are_no_shortage(error: Exception) -> None:
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)):
-        with_less_memory(_raising(error), 8, undo=_never, told=_never)
+        with_less_memory(_raising(error), 8, undo=_never, on_shrink=_never)
 
 
 def _raising(error: Exception) -> Callable[[int], None]:
@@ -80,7 +80,7 @@ def test_halving_ends_at_one_and_doubles_the_passes_at_most(batch: int) -> None:
 def test_a_failed_attempt_is_undone_freed_and_told_of() -> None:
     held: list[weakref.ref[torch.Tensor]] = []
     alive_at_undo: list[bool] = []
-    told: list[tuple[int, str]] = []
+    on_shrink: list[tuple[int, str]] = []
 
     def attempt(size: int) -> int:
         activations = torch.ones(100)
@@ -97,11 +97,11 @@ def test_a_failed_attempt_is_undone_freed_and_told_of() -> None:
         attempt,
         7,
         undo=lambda: alive_at_undo.append(held[-1]() is not None),
-        told=lambda size, message: told.append((size, message)),
+        on_shrink=lambda size, message: on_shrink.append((size, message)),
     )
     assert found == (20, 2)
     assert alive_at_undo == [False, False]
-    assert [size for size, _ in told] == [4, 2]
+    assert [size for size, _ in on_shrink] == [4, 2]
 
 
 def test_a_single_sample_that_does_not_fit_ends_with_advice() -> None:
@@ -110,7 +110,7 @@ def test_a_single_sample_that_does_not_fit_ends_with_advice() -> None:
             _raising(torch.OutOfMemoryError("CUDA out of memory")),
             2,
             undo=lambda: None,
-            told=lambda _size, _message: None,
+            on_shrink=lambda _size, _message: None,
         )
     assert "train.recompute" in str(caught.value.hint)
 
@@ -124,7 +124,7 @@ def test_a_step_begins_anew_with_its_draws_averages_and_no_gradients() -> None:
     inputs = torch.ones(3, 4)
     first = model(inputs)
     first.sum().backward()
-    start.bring_back()
+    start.restore()
     assert all(weight.grad is None for weight in model.parameters())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])

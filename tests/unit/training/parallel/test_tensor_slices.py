@@ -56,9 +56,9 @@ def cut(shape: tuple[int, ...], ways: tuple[int, ...]) -> list[TensorSlice]:
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
     """A cut of the shape, with some replicas."""
-    boxes = cut(shape, tuple(draw(st.integers(1, 4)) for _ in shape))
+    regions = cut(shape, tuple(draw(st.integers(1, 4)) for _ in shape))
     copies = draw(st.integers(1, 2))
-    return draw(st.permutations([box for box in boxes for _ in range(copies)]))
+    return draw(st.permutations([region for region in regions for _ in range(copies)]))
 
 
 @given(st.data())
@@ -77,9 +77,9 @@ def test_what_is_taken_away_and_what_is_left_are_the_whole(data: st.DataObject) 
 @given(st.data())
 def test_a_cut_covers_everything(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
-    boxes = data.draw(layouts(shape))
-    assert missing_elements(full_slice(shape), boxes) == []
-    held = [box for box in set(boxes) if not box.is_empty]
+    regions = data.draw(layouts(shape))
+    assert missing_elements(full_slice(shape), regions) == []
+    held = [region for region in set(regions) if not region.is_empty]
     if held:
         assert missing_elements(full_slice(shape), held[1:]) == [held[0]]
 
@@ -89,23 +89,23 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
     shape = data.draw(SHAPES)
     before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
     size = max(len(before), len(after))
-    held = [[SliceTransfer("w", shape, box, torch.int64)] for box in before] + [[]] * (
+    held = [[SliceTransfer("w", shape, region, torch.int64)] for region in before] + [[]] * (
         size - len(before)
     )
-    wanted = [[SliceTransfer("w", shape, box, torch.int64)] for box in after] + [[]] * (
+    wanted = [[SliceTransfer("w", shape, region, torch.int64)] for region in after] + [[]] * (
         size - len(after)
     )
     limit = data.draw(st.sampled_from([8, 64, 1 << 20]))
     counts = [
-        torch.zeros(parts[0].box.size if parts else (), dtype=torch.int64) for parts in wanted
+        torch.zeros(parts[0].region.size if parts else (), dtype=torch.int64) for parts in wanted
     ]
     for transfer in plan_transfers(held, wanted, limit_bytes=limit):
-        source = held[transfer.source][transfer.holding].box
-        target = wanted[transfer.destination][transfer.target].box
-        assert missing_elements(transfer.box, [source]) == []
-        assert missing_elements(transfer.box, [target]) == []
+        source = held[transfer.source][transfer.stored].region
+        target = wanted[transfer.destination][transfer.target].region
+        assert missing_elements(transfer.region, [source]) == []
+        assert missing_elements(transfer.region, [target]) == []
         assert transfer.nbytes <= limit
-        counts[transfer.destination][transfer.box.within(target)] += 1
+        counts[transfer.destination][transfer.region.within(target)] += 1
     for parts, count in zip(wanted, counts, strict=True):
         assert not parts or bool((count == 1).all())
 
@@ -206,10 +206,10 @@ class Tied(nn.Module):
 
 def test_tied_weights_stand_once_and_passing_buffers_not_at_all() -> None:
     model = Tied()
-    pieces = weights_of([model])
-    assert "head.weight" not in pieces
-    assert "scratch" not in pieces
-    assert pieces["norm.num_batches_tracked"].shape == ()
+    shards = weights_of([model])
+    assert "head.weight" not in shards
+    assert "scratch" not in shards
+    assert shards["norm.num_batches_tracked"].shape == ()
     assert find_aliases(model) == {"head.weight": "embed.weight"}
 
 
@@ -284,9 +284,9 @@ def test_plain_numbers_of_an_optimiser_come_back_as_what_they_were() -> None:
     optimizer = torch.optim.SGD([leaf], lr=0.1)
     optimizer.state[leaf] |= {"step": 7, "scale": 0.1, "is_warm": True, "nothing": None}
     names = {id(leaf): shard_of("w", leaf)}
-    pieces, packed = optimizer_shards(optimizer, names)
+    shards, packed = optimizer_shards(optimizer, names)
     fresh = torch.optim.SGD([leaf], lr=0.3)
-    fill_optimizer(fresh, names, Memory({key: one.tensor for key, one in pieces.items()}), packed)
+    fill_optimizer(fresh, names, Memory({key: one.tensor for key, one in shards.items()}), packed)
     assert fresh.state[leaf] == {"step": 7, "scale": 0.1, "is_warm": True}
     assert [type(value) for value in fresh.state[leaf].values()] == [int, float, bool]
     assert fresh.param_groups[0]["lr"] == 0.1

@@ -227,7 +227,7 @@ class ServerClient:
             # What another worker's gradient stood in for was not sent: it is still left out.
             is_ours = heard.answer.outcome == "taken" or heard.is_again
             if is_ours and data is not None and data[1] is not None:
-                self._residual.keep(str(index), data[1])
+                self._residual.store_residual(str(index), data[1])
         return "taken" if "taken" in outcomes else outcomes[0]
 
     def _pack(self, flat: Tensor, index: int, ticket: Ticket) -> tuple[Tensor, Tensor | None]:

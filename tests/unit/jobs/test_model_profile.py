@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from yunlu.core.errors import DataError, ModelError, TrainingError
-from yunlu.jobs.shapes import FoundShape, find_shape
+from yunlu.jobs.model_profile import MeasuredShape, find_shape
 from yunlu.planning.models.arithmetic import parameters, trainable
 from yunlu.spec.job import Job
 
@@ -132,7 +132,7 @@ def test_what_nobody_describes_is_measured_once_and_again_when_it_changes(
     answer = {"shape": shape, "how": "real", "note": "so", "seq": 7, "train_samples": 9}
     command = saying({"found": answer}, count)
 
-    def ask(name: str = "net.py:Net") -> FoundShape:
+    def ask(name: str = "net.py:Net") -> MeasuredShape:
         return find_shape(job(task="net:Task", model=name), command=command)
 
     first = ask()
@@ -178,7 +178,7 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path) -> None:
     assert first.train_samples == 120
     code = (
         "import sys\n"
-        "from yunlu.jobs.shapes import find_shape\n"
+        "from yunlu.jobs.model_profile import find_shape\n"
         "from yunlu.spec.job import Job\n"
         "found = find_shape(Job.model_validate_json(sys.stdin.read()), command=['false'])\n"
         "assert not {'torch', 'transformers', 'yunlu.training'} & set(sys.modules)\n"
@@ -192,4 +192,4 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path) -> None:
         check=True,
         env=dict(os.environ),
     )
-    assert FoundShape.model_validate_json(done.stdout) == first
+    assert MeasuredShape.model_validate_json(done.stdout) == first

@@ -37,7 +37,7 @@ class Voyage:
 
     def start(self, *, devices: int, spares: int = 1, bind: str = "127.0.0.1", **job: Any) -> None:
         self.run.path.mkdir()
-        told = {"axis": "dp", "steps": 2000, "step_s": 0.02, **job}
+        told = {"axis": "dp", "steps": 6000, "step_s": 0.1, **job}
         (self.run.path / Document.JOB).write_text(json.dumps(told))
         words = [sys.executable, "-m", "yunlu.training.elastic.supervisor", str(self.run.path)]
         words += ["--devices", str(devices), "--spares", str(spares)]

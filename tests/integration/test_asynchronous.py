@@ -146,7 +146,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     assert lifecycle.read_record(run).state == "finished"
 
 
-@pytest.mark.parametrize("steps", [20_000])  # stopped long before
+@pytest.mark.parametrize("steps", [200_000])  # stopped long before
 def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     run: RunStore, environment: dict[str, str], tmp_path: Path
 ):
@@ -178,7 +178,7 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [20_000])
+@pytest.mark.parametrize("steps", [200_000])
 def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     run: RunStore, yunlu: Yunlu, environment: dict[str, str], tmp_path: Path
 ):

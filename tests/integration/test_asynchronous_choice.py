@@ -105,7 +105,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     yunlu: Yunlu, own_home: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """Two workers start evenly; with the slow third all go over, and what was learnt stays."""
-    write_job(tmp_path, steps=20_000)
+    write_job(tmp_path, steps=200_000)
     text = (tmp_path / "uneven.py").read_text()
     # The first crew has no third worker; whoever joins begins with its first.
     (tmp_path / "uneven.py").write_text(

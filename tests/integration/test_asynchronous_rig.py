@@ -31,7 +31,7 @@ def permitted() -> None:
 def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
     own_home: Path, tmp_path: Path
 ) -> None:
-    near.write_job(tmp_path, steps=20_000)
+    near.write_job(tmp_path, steps=200_000)
     environment = {"YUNLU_HOME": str(own_home), "OMP_NUM_THREADS": "1"}
     prefix = f"ya{os.getpid() % 10_000}"
     with Rig(2, rate="100mbit", prefix=prefix) as rig:

@@ -178,7 +178,7 @@ def test_queue_survives_the_service_being_killed_at_random_moments(pool: Pool) -
 
 
 def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) -> None:
-    first = pool.submit("first", steps=4000, step_s=0.2, max_devices=4)
+    first = pool.submit("first", steps=40_000, step_s=0.2, max_devices=4)
     pool.up()
     with pytest.raises(StoreError, match="up already"):
         pool.up()
@@ -188,7 +188,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.kill()
     assert worker.is_alive()
     pool.up()
-    second = pool.submit("second", steps=4000, step_s=0.2, priority=1)
+    second = pool.submit("second", steps=40_000, step_s=0.2, priority=1)
     pool.wait(lambda: state_of(second) is RunState.RUNNING)
     assert lives_of(first) == 1
     assert recorded_worker(first) == worker

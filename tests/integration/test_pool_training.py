@@ -74,7 +74,7 @@ def test_runs_make_room_for_each_other_and_lose_nothing(own_home: Path) -> None:
     control.bring_up(own_home, settings)
     runs: list[RunStore] = []
     try:
-        runs.append(submit("first", 100_000))
+        runs.append(submit("first", 1_000_000))
         wait(lambda: 2 in sizes_of(runs[0]), *runs)  # alone, it grows
         runs.append(submit("second", 200))
         wait(lambda: lifecycle.read_record(runs[1]).state is RunState.FINISHED, *runs)

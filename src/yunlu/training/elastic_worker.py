@@ -295,7 +295,7 @@ class ElasticWorker:
             return [], None
         if engine is not None and callbacks is not None and self._holds(restore.step):
             numbers = engine.state.numbers() | {"extra": callbacks.state()}
-            return [*join_groups(engine.state.pieces()), *self._received_shards], numbers
+            return [*join_groups(engine.state.shards()), *self._received_shards], numbers
         for copy in self._state_replicas():
             if copy.step == restore.step:
                 return [*copy.pieces.values(), *self._received_shards], copy.numbers

@@ -70,7 +70,7 @@ class PeerReplicas:
         started_at = perf_counter()
         own = [
             replace(shard, tensor=shard.tensor.detach().cpu().clone())
-            for shard in join_groups(engine.state.pieces())
+            for shard in join_groups(engine.state.shards())
         ]
         if _any_true(
             self._described_shards != len(own)
@@ -124,7 +124,7 @@ def _any_true(flag: bool) -> bool:
 def describe_shard(shard: TensorShard) -> list[Any]:
     """Metadata of a shard, as JSON."""
     kind = str(shard.tensor.dtype).removeprefix("torch.")
-    return [shard.name, shard.shape, shard.box.offset, shard.box.size, kind]
+    return [shard.name, shard.shape, shard.region.offset, shard.region.size, kind]
 
 
 def make_empty_shard(description: list[Any]) -> TensorShard:

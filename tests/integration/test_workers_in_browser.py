@@ -69,7 +69,7 @@ def test_tiles_stand_where_their_ranks_stand(page: Page) -> None:
 
 
 def test_hovering_over_time_reads_out_step_and_layout(page: Page) -> None:
-    page.locator("#chart-course .plot").hover()
+    page.locator("#chart-progress .plot").hover()
     tip = page.locator("#tip")
 
     expect(tip).to_contain_text(re.compile(r"time\s*5\d\.\d s"))

@@ -367,7 +367,7 @@ def test_the_page_pictures_every_layout(tmp_path: Path) -> None:
     large, small = section.split('<div class="earlier">')
 
     assert large.count('class="tile ') == 6
-    assert small[: small.index('id="chart-course"')].count('class="tile ') == 8
+    assert small[: small.index('id="chart-progress"')].count('class="tile ') == 8
     assert large.count(' lost" title') == 2  # two failed
     assert "embedding, layers 1–3" in large
     assert small.count('class="band ') == 2

@@ -111,7 +111,7 @@ def _change_row(before: GroupGeneration | None, change: GroupGeneration) -> dict
         "kind": "regroup",
         "step": change.from_step,
         "name": name,
-        "reason": known_text("workers.reason", change.reason),
+        "reason": change.reason,
         "lost": show_duration(change.lost_s) if change.lost_s is not None and before else None,
         "redone": change.redone_steps,
     }

@@ -1,9 +1,9 @@
 """A checkpoint in files: complete or absent, checksummed, free of pickles.
 
 A directory ``step-0000000123`` holds one safetensors file per worker that wrote, ``state.json`` and
-``manifest.json``, which says which file holds which box of which tensor, and the size and checksum of
-each file. Every worker writes its file and then a report of it; the leader publishes when all reports
-are there. Loading verifies every byte first: torch and safetensors load a flipped bit without a word.
+``manifest.json``, which lists the region of each tensor in each file, and the size and checksum of each
+file. Every worker writes its file and then a report; the leader publishes once all reports exist.
+Loading verifies every byte first: torch and safetensors load a flipped bit silently.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ if TYPE_CHECKING:
     from yunlu.training.checkpoint.manifest import Manifest
     from yunlu.training.checkpoint.save_group import SaveGroup
 
-_LOOK_S = (0.002, 0.1)
-"""How often the leader looks for the others' reports, at first and later."""
+_POLL_S = (0.002, 0.1)
+"""First and longest interval at which the leader polls for reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What one worker contributes of everything a run needs to go on."""
+    """One worker's part of the state to resume a run."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
-    """By group (``model``, ``optimizer``, ``random``), whole tensors that nobody else changes."""
+    """Full tensors by group (``model``, ``optimizer``, ``random``); nobody changes them."""
     shards: dict[str, dict[str, TensorShard]] = field(
         default_factory=dict[str, dict[str, TensorShard]]
     )
-    """By group, parts of live tensors: they are copied before training goes on."""
+    """Shards of live tensors by group; copied before training goes on."""
     state: dict[str, Any]
     """JSON, the same on all workers; the leader's is written."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """The evaluation made at this very step, if there was one."""
+    """Metrics of the evaluation at this step, if any."""
 
     @property
     def groups(self) -> list[str]:
-        """Also those without a tensor."""
+        """All groups, also empty ones."""
         return sorted({*self.tensors, *self.shards})
 
     def all_shards(self) -> dict[str, TensorShard]:
-        """Everything as pieces named ``<group>/<name>``; those that hold nothing are left out."""
-        kept = {
+        """All shards named ``<group>/<name>``, without empty ones."""
+        full_tensors = {
             group: {name: shard_of(name, tensor) for name, tensor in tensors.items()}
             for group, tensors in self.tensors.items()
         }
         return {
             shard.name: shard
-            for shard in [*join_groups(kept), *join_groups(self.shards)]
+            for shard in [*join_groups(full_tensors), *join_groups(self.shards)]
             if not shard.region.is_empty or 0 in shard.shape
         }
 
@@ -77,22 +77,22 @@ class CheckpointEntry:
     """A published checkpoint, by its manifest."""
 
     path: Path
-    """Of a local one; else its name alone."""
+    """Local path; else only its name."""
     where: str
-    """Path or URL, for people."""
+    """Path or URL, for display."""
     step: int
     metrics: dict[str, float]
     bytes: int
 
 
 class SaveAbandonedError(Exception):
-    """The save was given up."""
+    """The save was abandoned."""
 
 
 def write_part(
-    place: CheckpointStorage,
+    storage: CheckpointStorage,
     directory: str,
-    crew: SaveGroup,
+    group: SaveGroup,
     shards: Mapping[str, TensorShard],
     *,
     groups: list[str],
@@ -100,86 +100,86 @@ def write_part(
 ) -> None:
     """Write this worker's file, then its report."""
     tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
-    with place.create(directory, _file_of(crew.rank)) as stream:
+    with storage.create(directory, _file_of(group.rank)) as stream:
         described = write_tensors(stream, tensors, between)
-    told = {
+    tensor_entries = {
         name: [shard.shape, CODES[shard.tensor.dtype], shard.region.offset, shard.region.size]
         for name, shard in shards.items()
     }
-    report = {"version": VERSION, "file": described, "tensors": told, "groups": groups}
-    place.put(directory, _report_of(crew.rank), pack_manifest(report))
+    report = {"version": VERSION, "file": described, "tensors": tensor_entries, "groups": groups}
+    storage.put(directory, _report_of(group.rank), pack_manifest(report))
 
 
-def report_failure(place: CheckpointStorage, directory: str, crew: SaveGroup, why: str) -> None:
-    """Tell the leader not to wait for this worker."""
+def report_failure(storage: CheckpointStorage, directory: str, group: SaveGroup, why: str) -> None:
+    """Report to the leader that this worker's save failed."""
     report = {"version": VERSION, "failed": why}
-    place.put(directory, _report_of(crew.rank), pack_manifest(report))
+    storage.put(directory, _report_of(group.rank), pack_manifest(report))
 
 
 def publish(
-    place: CheckpointStorage,
+    storage: CheckpointStorage,
     directory: str,
-    crew: SaveGroup,
+    group: SaveGroup,
     snapshot: Snapshot,
     *,
     patience_s: float,
     between: Callable[[], None],
 ) -> CheckpointEntry:
-    """Wait for everyone's report, check that nothing is missing, and make it a checkpoint."""
+    """Wait for all reports, check that nothing is missing, and publish the checkpoint."""
     state = json.dumps(snapshot.state).encode()
-    place.put(directory, STATE, state)
-    reports = _await_reports(place, directory, crew, patience_s, between)
+    storage.put(directory, STATE, state)
+    reports = _await_reports(storage, directory, group, patience_s, between)
     body = _merge(snapshot, reports)
     body["files"][STATE] = describe_bytes(state)
     for file, described in body["files"].items():
-        if place.size(directory, file) != described["bytes"]:
+        if storage.size(directory, file) != described["bytes"]:
             raise CheckpointError(
-                f"{file} of step {snapshot.step} is not as long as it was written."
+                f"{file} of step {snapshot.step} does not have the size that was written."
             )
     packed = pack_manifest(body)
-    manifest = parse_manifest(packed, directory)  # a hole is found now, not when it is needed
-    for rank in range(crew.size):
-        place.remove(directory, _report_of(rank))
+    manifest = parse_manifest(packed, directory)  # a missing region fails now, not at loading
+    for rank in range(group.size):
+        storage.remove(directory, _report_of(rank))
     between()
-    name = place.publish(directory, snapshot.step, packed)
-    return _entry(place, name, manifest)
+    name = storage.publish(directory, snapshot.step, packed)
+    return _entry(storage, name, manifest)
 
 
-def entries(place: CheckpointStorage) -> list[CheckpointEntry]:
+def entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
     """Published checkpoints with a readable manifest, oldest first; contents are not verified."""
-    found: list[CheckpointEntry] = []
-    for name in place.published():
+    published: list[CheckpointEntry] = []
+    for name in storage.published():
         try:
-            found.append(_entry(place, name, parse_manifest(place.get(name, MANIFEST), name)))
+            published.append(_entry(storage, name, parse_manifest(storage.get(name, MANIFEST), name)))
         except CheckpointError:
             continue
-    return sorted(found, key=lambda entry: entry.step)
+    return sorted(published, key=lambda entry: entry.step)
 
 
 def _await_reports(
-    place: CheckpointStorage,
+    storage: CheckpointStorage,
     directory: str,
-    crew: SaveGroup,
+    group: SaveGroup,
     patience_s: float,
     between: Callable[[], None],
 ) -> list[dict[str, Any]]:
     deadline = time.monotonic() + patience_s
-    pause_s, longest_s = _LOOK_S
+    pause_s, longest_s = _POLL_S
     reports: dict[int, dict[str, Any]] = {}
     while True:
-        for rank in set(range(crew.size)) - set(reports):
-            data = place.get(directory, _report_of(rank))
+        for rank in set(range(group.size)) - set(reports):
+            data = storage.get(directory, _report_of(rank))
             if data is not None:
                 reports[rank] = unpack(data, directory)
                 if "failed" in reports[rank]:
                     raise CheckpointError(
                         f"Worker {rank} could not save its part: {reports[rank]['failed']}"
                     )
-        if len(reports) == crew.size:
-            return [reports[rank] for rank in range(crew.size)]
+        if len(reports) == group.size:
+            return [reports[rank] for rank in range(group.size)]
         between()
         if time.monotonic() > deadline:
-            silent = sorted(set(range(crew.size)) - set(reports))
+            silent = sorted(set(range(group.size)) - set(reports))
             raise CheckpointError(
                 f"Workers {silent} have not saved their part within {patience_s:.0f} s.",
                 hint="Is the directory of the run on a file system that all workers share?",
@@ -206,10 +206,10 @@ def _merge(snapshot: Snapshot, reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _entry(place: CheckpointStorage, name: str, manifest: Manifest) -> CheckpointEntry:
+def _entry(storage: CheckpointStorage, name: str, manifest: Manifest) -> CheckpointEntry:
     return CheckpointEntry(
-        path=place.root / name if isinstance(place, LocalStorage) else Path(name),
-        where=place.where(name),
+        path=storage.root / name if isinstance(storage, LocalStorage) else Path(name),
+        where=storage.where(name),
         step=manifest.step,
         metrics=manifest.metrics,
         bytes=manifest.nbytes,

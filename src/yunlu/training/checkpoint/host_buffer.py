@@ -1,4 +1,4 @@
-"""The copy of the state that is written while training goes on, in memory that is used again."""
+"""Reusable host memory for the copy of the state that is written while training goes on."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
 
 class HostBuffer:
-    """One stretch of memory, kept between saves: new memory costs more than the copy itself."""
+    """One contiguous buffer, reused between saves: allocation costs more than the copy itself."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
-        """Have that much at hand; also touches it, which is what costs."""
+        """Allocate at least ``nbytes``, and touch the pages."""
         if self._memory.numel() < nbytes:
             self._memory = torch.zeros(
                 nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
             )
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A place for each tensor; whatever was in the memory is given up."""
+        """A view into the buffer for each tensor; overwrites earlier contents."""
         self.reserve(sum(tensor.nbytes for tensor in tensors.values()))
-        places: dict[str, Tensor] = {}
+        views: dict[str, Tensor] = {}
         start = 0
         for name in in_file_order(tensors):
             tensor = tensors[name]
             data = self._memory[start : start + tensor.nbytes]
-            places[name] = data.view(tensor.dtype).view(tensor.shape)
+            views[name] = data.view(tensor.dtype).view(tensor.shape)
             start += tensor.nbytes
-        return places
+        return views
 
 
 @torch.no_grad()
 def copy_into(
-    places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Collection[str]
+    views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> None:
-    """Copy the named tensors to their places, and wait until that is done."""
-    is_remote = False
+    """Copy the named tensors into the buffer, and wait for completion."""
+    is_cuda = False
     for name in names:
-        places[name].copy_(tensors[name], non_blocking=True)
-        is_remote |= tensors[name].is_cuda
-    if is_remote:
+        views[name].copy_(tensors[name], non_blocking=True)
+        is_cuda |= tensors[name].is_cuda
+    if is_cuda:
         torch.cuda.current_stream().synchronize()

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which file holds which box of which tensor, and every checksum.
+"""The manifest of a checkpoint: the region of each tensor in each file, and all checksums.
 
-It may come from anyone: whatever it claims is checked before a byte of another file is read.
+It is untrusted input: everything is checked before a byte of another file is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A box of a tensor in a file, under the tensor's name."""
+    """A region of a tensor in a file, under the tensor's name."""
 
     file: str
     region: TensorSlice
@@ -37,12 +37,12 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """Contents of a checkpoint."""
 
     step: int
     metrics: dict[str, float]
     groups: list[str]
-    """Also those without a tensor."""
+    """All groups, also empty ones."""
     files: dict[str, dict[str, Any]]
     """Size and checksum by name."""
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
@@ -50,26 +50,26 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files together."""
+        """Bytes of all files."""
         return sum(file["bytes"] for file in self.files.values())
 
 
 def pack_manifest(body: dict[str, Any]) -> bytes:
-    """As it is written: with a checksum of its own."""
+    """Serialised manifest with a checksum of its own."""
     return json.dumps({**body, "checksum": _checksum(body)}).encode()
 
 
 def parse_manifest(data: bytes | None, name: str) -> Manifest:
-    """Check everything it says; ``name`` is the checkpoint's, for errors."""
+    """Parse and check a manifest; ``name`` is the checkpoint's, for errors."""
     body = unpack(data, name)
     try:
-        return _Checked(name).manifest(body)
+        return _ManifestParser(name).manifest(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _altered(name, f"{type(error).__name__} {error}") from error
 
 
 def unpack(data: bytes | None, name: str) -> dict[str, Any]:
-    """The body of a manifest whose own checksum is right and whose format is ours."""
+    """The body of a manifest with a valid checksum and a known version."""
     try:
         body = json.loads(data or b"")
         checksum = body.pop("checksum")
@@ -86,36 +86,36 @@ def unpack(data: bytes | None, name: str) -> dict[str, Any]:
     return body
 
 
-class _Checked:
+class _ManifestParser:
     def __init__(self, name: str) -> None:
         self._name = name
 
     def manifest(self, body: dict[str, Any]) -> Manifest:
         files = body["files"]
         for file, described in files.items():
-            self._need(_FILES.fullmatch(file), f"no file is called {file!r}")
-            _whole_number(described["bytes"])
-        self._need(STATE in files, "it has no state")
+            self._require(_FILES.fullmatch(file), f"no file is called {file!r}")
+            _size(described["bytes"])
+        self._require(STATE in files, "it has no state")
         groups = [str(group) for group in body["groups"]]
         manifest = Manifest(
-            step=_whole_number(body["step"]),
+            step=_size(body["step"]),
             metrics=dict(body["metrics"]),
             groups=groups,
             files=files,
         )
-        for name, told in body["tensors"].items():
-            shape = _numbers(told["shape"])
-            self._need(name.partition("/")[0] in groups, f"{name!r} is in no group")
-            self._need(told["dtype"] in DTYPES, f"{name!r} has an unknown type")
+        for name, entry in body["tensors"].items():
+            shape = _numbers(entry["shape"])
+            self._require(name.partition("/")[0] in groups, f"{name!r} is in no group")
+            self._require(entry["dtype"] in DTYPES, f"{name!r} has an unknown type")
             stored_shards = [
                 StoredShard(file, TensorSlice(_numbers(offset), _numbers(size)))
-                for file, offset, size in told["pieces"]
+                for file, offset, size in entry["pieces"]
             ]
             for stored in stored_shards:
                 self._check(name, shape, stored, files)
             regions = [stored.region for stored in stored_shards]
-            self._need(not missing_elements(full_slice(shape), regions), f"{name!r} has a hole")
-            manifest.specs[name] = TensorSpec(shape, DTYPES[told["dtype"]])
+            self._require(not missing_elements(full_slice(shape), regions), f"{name!r} has a hole")
+            manifest.specs[name] = TensorSpec(shape, DTYPES[entry["dtype"]])
             manifest.stored_shards[name] = stored_shards
         return manifest
 
@@ -123,26 +123,26 @@ class _Checked:
         self, name: str, shape: tuple[int, ...], stored: StoredShard, files: dict[str, Any]
     ) -> None:
         region = stored.region
-        self._need(
+        self._require(
             stored.file in files and stored.file != STATE, f"{name!r} is in an unknown file"
         )
-        self._need(len(region.offset) == len(region.size) == len(shape), f"{name!r} is cut wrongly")
+        self._require(len(region.offset) == len(region.size) == len(shape), f"{name!r} is cut wrongly")
         inside = all(
             start + length <= end
             for start, length, end in zip(region.offset, region.size, shape, strict=True)
         )
-        self._need(inside, f"a piece of {name!r} lies outside it")
+        self._require(inside, f"a piece of {name!r} lies outside it")
 
-    def _need(self, truth: object, otherwise: str) -> None:
-        if not truth:
-            raise _altered(self._name, otherwise)
+    def _require(self, condition: object, problem: str) -> None:
+        if not condition:
+            raise _altered(self._name, problem)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(_whole_number(value) for value in values)
+    return tuple(_size(value) for value in values)
 
 
-def _whole_number(value: Any) -> int:
+def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise ValueError(f"{value!r} is not a size")
     return value

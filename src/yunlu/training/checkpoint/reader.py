@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: any box of any tensor, under whatever layout it was saved."""
+"""A checkpoint opened for reading: any region of any tensor, independent of the saved layout."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader:
-    """Reads boxes from files, each of which is verified before anything in it is used."""
+    """Reads regions of tensors; each file is verified before anything in it is used."""
 
-    def __init__(self, place: CheckpointStorage, directory: str) -> None:
-        self._place, self._name = place, directory
-        self._manifest = parse_manifest(place.get(directory, MANIFEST), directory)
+    def __init__(self, storage: CheckpointStorage, directory: str) -> None:
+        self._storage, self._name = storage, directory
+        self._manifest = parse_manifest(storage.get(directory, MANIFEST), directory)
         self._clear: Callable[[], object] | None = None
         self._open: dict[str, Any] = {}
         self.step = self._manifest.step
@@ -49,20 +49,20 @@ class CheckpointReader:
         return ShardGroupReader(self, name)
 
     def verify(
-        self, wanted: Iterable[TensorShard] | None = None, *, share: tuple[int, int] = (0, 1)
+        self, targets: Iterable[TensorShard] | None = None, *, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Compare checksums: of the files that the wanted pieces lie in, or of all of them.
+        """Compare checksums of the files that hold the target shards, or of all files.
 
-        ``share`` is (rank, size) of workers that verify the files between them.
+        ``share``: (rank, size) of workers that divide the files among them.
         """
-        files = sorted(self._manifest.files) if wanted is None else self._files_of(wanted)
+        files = sorted(self._manifest.files) if targets is None else self._files_of(targets)
         rank, size = share
         for file in files[rank::size]:
             if file != STATE:
                 self._file(file)
 
     def read(self, name: str, region: TensorSlice) -> Tensor:
-        """A part of a tensor."""
+        """Read a region of a tensor."""
         spec = self._manifest.specs[name]
         stored_shards = self._find_stored(name, region)
         for stored in stored_shards:
@@ -79,18 +79,18 @@ class CheckpointReader:
         return result
 
     def close(self) -> None:
-        """Let go of the files, and of what was downloaded."""
+        """Close the files, and delete downloads."""
         self._open.clear()
         if self._clear is not None:
             self._clear()
             self._clear = None
 
     def _find_stored(self, name: str, region: TensorSlice) -> list[StoredShard]:
-        found = self._manifest.stored_shards[name]
-        exact = [stored for stored in found if stored.region == region]
+        candidates = self._manifest.stored_shards[name]
+        exact = [stored for stored in candidates if stored.region == region]
         if exact:
             return exact[:1]
-        return [stored for stored in found if not stored.region.intersect(region).is_empty]
+        return [stored for stored in candidates if not stored.region.intersect(region).is_empty]
 
     def _slice(self, name: str, stored: StoredShard, common: TensorSlice) -> Tensor:
         file = self._file(stored.file)
@@ -98,9 +98,9 @@ class CheckpointReader:
             return file.get_tensor(name)
         return file.get_slice(name)[common.within(stored.region)]
 
-    def _files_of(self, wanted: Iterable[TensorShard]) -> list[str]:
+    def _files_of(self, targets: Iterable[TensorShard]) -> list[str]:
         known = self._manifest.stored_shards
-        shards = [shard for shard in wanted if shard.name in known]
+        shards = [shard for shard in targets if shard.name in known]
         return sorted(
             {
                 stored.file
@@ -111,10 +111,10 @@ class CheckpointReader:
         )
 
     def _file(self, file: str) -> Any:
-        """A file whose every byte was compared; what the manifest says of it is true."""
+        """Open a file after verifying its checksum and its contents."""
         if file in self._open:
             return self._open[file]
-        path = self._place.bring(self._name, file, self._make_scratch)
+        path = self._storage.fetch(self._name, file, self._make_scratch)
         if path is None:
             raise CheckpointError(f"Checkpoint {self._name} is torn: {file} is missing.")
         with path.open("rb") as stream:
@@ -151,7 +151,7 @@ class CheckpointReader:
                     )
 
     def _read_state(self) -> dict[str, Any]:
-        data = self._place.get(self._name, STATE)
+        data = self._storage.get(self._name, STATE)
         if data is None:
             raise CheckpointError(f"Checkpoint {self._name} is torn: {STATE} is missing.")
         self._compare(STATE, describe_bytes(data))
@@ -160,8 +160,8 @@ class CheckpointReader:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
 
-    def _compare(self, file: str, found: dict[str, Any]) -> None:
-        if found != self._manifest.files[file]:
+    def _compare(self, file: str, description: dict[str, Any]) -> None:
+        if description != self._manifest.files[file]:
             raise CheckpointError(
                 f"Checkpoint {self._name} is damaged: {file} does not match its checksum."
             )

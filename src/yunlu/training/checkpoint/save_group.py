@@ -1,4 +1,4 @@
-"""The workers that save together: who of them writes what, and what they agree on."""
+"""The workers that save a checkpoint together, and the assignment of shards to writers."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def _own_token() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGroup:
-    """All workers of a generation, from the view of one; by default it is alone."""
+    """All workers of a generation, seen by one; a single worker by default."""
 
     rank: int = 0
     size: int = 1
     token: str = field(default_factory=_own_token)
-    """The same on all of them, and never used before: as the run's life and the generation's number."""
+    """The same on all workers, and unique: e.g. the attempt and the generation."""
     group: Any = None
-    """Through which they agree, between steps; none is everyone."""
+    """Process group; None for all workers."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker publishes."""
+        """Whether this worker publishes the checkpoint."""
         return self.rank == 0
 
-    def share_of_leader(self, value: Any) -> Any:
-        """The leader's value, which is JSON."""
+    def broadcast_from_leader(self, value: Any) -> Any:
+        """The leader's value, as JSON, on all workers."""
         return value if self.size == 1 else broadcast_json(value, source=0, group=self.group)
 
-    def agree(self, *, is_good: bool) -> bool:
-        """Whether it is good on all of them."""
+    def all_good(self, *, is_good: bool) -> bool:
+        """Whether ``is_good`` holds on all workers."""
         if self.size == 1:
             return is_good
         flag = torch.tensor(int(is_good), device=_device(self.group))
@@ -51,41 +51,41 @@ class SaveGroup:
 
 
 class WriterAssignment:
-    """Which of its pieces a worker writes, so that replicas share the writing.
+    """Assigns shards to writers, so that replicas share the writing.
 
-    Everyone tells once what it holds. After that, one number tells whether anything has changed.
+    Workers exchange their shards once. After that, one flag checks that nothing has changed.
     """
 
-    def __init__(self, crew: SaveGroup) -> None:
-        self._crew = crew
-        self._told: list[Any] | None = None
+    def __init__(self, group: SaveGroup) -> None:
+        self._group = group
+        self._described: list[Any] | None = None
         self._names: frozenset[str] = frozenset()
 
     def of(self, shards: Sequence[TensorShard]) -> frozenset[str]:
-        """The names to write; every worker of the crew calls this at the same step."""
-        crew = self._crew
-        if crew.size == 1:
+        """Names of the shards to write; every worker of the group calls this at the same step."""
+        group = self._group
+        if group.size == 1:
             return frozenset(shard.name for shard in shards)
-        told = [
+        described = [
             [shard.name, list(shard.region.offset), list(shard.region.size), shard.nbytes]
             for shard in shards
         ]
-        if not crew.agree(is_good=told == self._told):
+        if not group.all_good(is_good=described == self._described):
             everyone = [
                 [
                     (name, TensorSlice(tuple(offset), tuple(size)), nbytes)
-                    for name, offset, size, nbytes in one
+                    for name, offset, size, nbytes in described_shards
                 ]
-                for one in gather_json(told, group=crew.group)
+                for described_shards in gather_json(described, group=group.group)
             ]
-            self._told, self._names = told, assign_writers(everyone)[crew.rank]
+            self._described, self._names = described, assign_writers(everyone)[group.rank]
         return self._names
 
 
 def assign_writers(
     everyone: Sequence[Sequence[tuple[str, TensorSlice, int]]],
 ) -> list[frozenset[str]]:
-    """Each box to one of those who hold it: the largest first, to who has least to write."""
+    """Assign each region to one of its holders: the largest first, to the least loaded."""
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
     sizes: dict[tuple[str, TensorSlice], int] = {}
     for rank, held in enumerate(everyone):
@@ -96,11 +96,11 @@ def assign_writers(
     names: list[set[str]] = [set() for _ in everyone]
     order = sorted(holders, key=lambda key: (-sizes[key], key[0], key[1].offset, key[1].size))
     for key in order:
-        # An empty box is written too where the whole tensor is empty: its name and type count.
+        # An empty region is written too if the tensor is empty: its name and type count.
         writer = min(holders[key], key=lambda rank: (loads[rank], rank))
         loads[writer] += sizes[key]
         names[writer].add(key[0])
-    return [frozenset(one) for one in names]
+    return [frozenset(described_shards) for described_shards in names]
 
 
 def _device(group: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""Model, optimiser and random numbers as plain tensors and JSON, and back."""
+"""Copies of model weights and random-number state, as plain tensors and JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Tensors = dict[str, Tensor]
 
 
 def copy_weights(module: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """A copy of every weight on the CPU; tied weights stand once, with their other names aside."""
+    """Copies of all weights on the CPU; tied weights appear once, with aliases for other names."""
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -29,10 +29,10 @@ def copy_weights(module: nn.Module) -> tuple[Tensors, dict[str, str]]:
                 hint="Keep such values as buffers, or outside the state dict.",
             )
         key = (value.data_ptr(), value.storage_offset(), tuple(value.shape))
-        if value.numel() and key in seen:
-            aliases[name] = seen[key]
+        if value.numel() and key in names:
+            aliases[name] = names[key]
             continue
-        seen[key] = name
+        names[key] = name
         tensors[name] = _copy(value)
     return tensors, aliases
 
@@ -52,7 +52,7 @@ def copy_random() -> tuple[Tensors, dict[str, Any]]:
 
 
 def restore_random(tensors: Tensors, state: dict[str, Any]) -> None:
-    """Continue every generator where it stood."""
+    """Restore the state of every generator."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, position, has_gauss, cached = state["numpy"]
@@ -64,7 +64,7 @@ def restore_random(tensors: Tensors, state: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Start every generator from one number."""
+    """Seed every generator."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

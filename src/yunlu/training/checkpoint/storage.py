@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a directory, or a prefix in an object store.
+"""Storage of checkpoints: a directory, or a prefix in an object store.
 
-A directory is written aside and published by one rename. An object store cannot rename: there the
-manifest comes last, and a checkpoint without one does not exist.
+A directory is written under a temporary name and published by one rename. An object store cannot rename: there the
+manifest is written last, and a checkpoint without one does not exist.
 """
 
 from __future__ import annotations
@@ -35,58 +35,58 @@ class CheckpointStorage(Protocol):
         ...
 
     def begin(self, step: int, token: str) -> str:
-        """The directory to write into; the same for all who write this checkpoint."""
+        """The directory to write into; the same for all writers of this checkpoint."""
         ...
 
     def create(self, directory: str, file: str) -> AbstractContextManager[BinaryIO]:
-        """A new file, safe on disk at the end."""
+        """A new file, durable at the end of the block."""
         ...
 
     def put(self, directory: str, file: str, data: bytes) -> None:
-        """A small file, whole or absent."""
+        """Write a small file atomically."""
         ...
 
     def get(self, directory: str, file: str) -> bytes | None:
-        """A small file; none where there is none."""
+        """Read a small file; None if absent."""
         ...
 
     def size(self, directory: str, file: str) -> int | None:
-        """How long a file is; none where there is none."""
+        """Size of a file; None if absent."""
         ...
 
-    def bring(self, directory: str, file: str, scratch: Callable[[], Path]) -> Path | None:
-        """The file on this machine, in ``scratch()`` where it has to be fetched; none if there is none."""
+    def fetch(self, directory: str, file: str, scratch: Callable[[], Path]) -> Path | None:
+        """Local path of the file, downloaded to ``scratch()`` if remote; None if absent."""
         ...
 
     def remove(self, directory: str, file: str) -> None:
-        """Remove one file, if it is there."""
+        """Remove one file, if it exists."""
         ...
 
     def publish(self, directory: str, step: int, manifest: bytes) -> str:
-        """Make a finished directory the checkpoint of its step; returns its name from now on."""
+        """Publish a finished directory as the checkpoint of its step; returns its final name."""
         ...
 
     def discard(self, directory: str) -> None:
-        """Remove a directory, out of sight first."""
+        """Remove a directory; unpublishes it first."""
         ...
 
     def sweep(self) -> None:
-        """Clear what a killed process left half-written or half-deleted."""
+        """Remove what a killed process left half-written or half-deleted."""
         ...
 
     def where(self, directory: str) -> str:
-        """What a person finds it by."""
+        """Path or URL, for display."""
         ...
 
 
 def step_of(directory: str) -> int:
-    """The step a published directory is named after."""
-    found = _PUBLISHED.fullmatch(directory)
-    if found is None:
+    """The step of a published directory, from its name."""
+    match = _PUBLISHED.fullmatch(directory)
+    if match is None:
         raise CheckpointError(
             f"{directory} is not the name of a checkpoint, such as step-0000000100."
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def open_storage(root: Path | str, options: Mapping[str, Any] | None = None) -> CheckpointStorage:
@@ -101,71 +101,71 @@ def open_storage(root: Path | str, options: Mapping[str, Any] | None = None) -> 
 
 
 class LocalStorage:
-    """A directory of a file system, which all workers see."""
+    """A directory of a file system that all workers share."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def published(self) -> list[str]:
-        """By name."""
-        found = [path.name for path in self.root.glob("step-*")]
-        return sorted(filter(_PUBLISHED.fullmatch, found), reverse=True)
+        """Directories with a published name."""
+        names = [path.name for path in self.root.glob("step-*")]
+        return sorted(filter(_PUBLISHED.fullmatch, names), reverse=True)
 
     def begin(self, step: int, token: str) -> str:
-        """Beside the published ones, hidden."""
+        """A hidden directory beside the published ones."""
         directory = f".part-step-{step:010d}-{token}"
         (self.root / directory).mkdir(parents=True, exist_ok=True)
         return directory
 
     @contextmanager
     def create(self, directory: str, file: str) -> Generator[BinaryIO]:
-        """Flushed to the disk before it counts as written."""
+        """Flushed to disk at the end."""
         with (self.root / directory / file).open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
 
     def put(self, directory: str, file: str, data: bytes) -> None:
-        """By a rename."""
+        """Written by a rename."""
         write_atomically(self.root / directory / file, data)
 
     def get(self, directory: str, file: str) -> bytes | None:
-        """Not through a link, which could lead anywhere."""
-        path = self.bring(directory, file)
+        """Symbolic links are not followed."""
+        path = self.fetch(directory, file)
         return None if path is None else path.read_bytes()
 
     def size(self, directory: str, file: str) -> int | None:
-        """By the file system."""
-        path = self.bring(directory, file)
+        """Size on disk."""
+        path = self.fetch(directory, file)
         return None if path is None else path.stat().st_size
 
-    def bring(
+    def fetch(
         self,
         directory: str,
         file: str,
         scratch: Callable[[], Path] | None = None,  # noqa: ARG002
     ) -> Path | None:
-        """It is here already."""
+        """The file itself."""
         path = self.root / directory / file
         return path if path.is_file() and not path.is_symlink() else None
 
     def remove(self, directory: str, file: str) -> None:
-        """At once."""
+        """Unlinked immediately."""
         (self.root / directory / file).unlink(missing_ok=True)
 
     def publish(self, directory: str, step: int, manifest: bytes) -> str:
-        """By one rename, after everything is on the disk."""
+        """Published by one rename, once everything is on disk."""
         aside, final = self.root / directory, self.root / f"step-{step:010d}"
         (aside / MANIFEST).write_bytes(manifest)
         sync_tree(aside)
-        if final.exists():  # a damaged one of an earlier life, or the same step saved again
+        if final.exists():  # a damaged one of an earlier attempt, or the same step saved again
             self.discard(final.name)
         aside.rename(final)
         sync_directory(self.root)
         return final.name
 
     def discard(self, directory: str) -> None:
-        """Out of sight by one rename, then at leisure."""
+        """Hidden by one rename, then deleted."""
         trash = self.root / f".trash-{directory.lstrip('.')}-{os.getpid()}"
         shutil.rmtree(trash, ignore_errors=True)
         try:
@@ -175,12 +175,12 @@ class LocalStorage:
         shutil.rmtree(trash, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Whatever is hidden."""
+        """All hidden directories."""
         for path in [*self.root.glob(".part-*"), *self.root.glob(".trash-*")]:
             shutil.rmtree(path, ignore_errors=True)
 
     def where(self, directory: str) -> str:
-        """Its path."""
+        """The path."""
         return str(self.root / directory)
 
 
@@ -191,17 +191,17 @@ class ObjectStorage:
         self._files, self._path, self._url = files, path, url
 
     def published(self) -> list[str]:
-        """Those with a manifest."""
-        found = [directory for directory, files in self._listing().items() if MANIFEST in files]
-        return sorted(filter(_PUBLISHED.fullmatch, found), reverse=True)
+        """Directories with a manifest."""
+        names = [directory for directory, files in self._listing().items() if MANIFEST in files]
+        return sorted(filter(_PUBLISHED.fullmatch, names), reverse=True)
 
     def begin(self, step: int, token: str) -> str:
-        """A directory of its own even where the step was saved before: nothing is overwritten."""
+        """A unique directory, even if the step was saved before: nothing is overwritten."""
         return f"step-{step:010d}.{token}"
 
     @contextmanager
     def create(self, directory: str, file: str) -> Generator[BinaryIO]:
-        """Uploaded in parts while it is written."""
+        """Multipart upload while it is written."""
         with self._files.open(self._key(directory, file), "wb") as stream:
             yield stream
 
@@ -217,14 +217,14 @@ class ObjectStorage:
             return None
 
     def size(self, directory: str, file: str) -> int | None:
-        """As the store tells it, not as it was last heard."""
+        """Size as the store reports it, without a cache."""
         self._files.invalidate_cache()
         try:
             return int(self._files.info(self._key(directory, file))["size"])
         except FileNotFoundError:
             return None
 
-    def bring(self, directory: str, file: str, scratch: Callable[[], Path]) -> Path | None:
+    def fetch(self, directory: str, file: str, scratch: Callable[[], Path]) -> Path | None:
         """Downloaded."""
         path = scratch() / file
         try:
@@ -241,7 +241,7 @@ class ObjectStorage:
             return
 
     def publish(self, directory: str, step: int, manifest: bytes) -> str:
-        """By its manifest; an earlier checkpoint of this step goes after that."""
+        """Published by its manifest; an earlier checkpoint of this step is discarded afterwards."""
         self.put(directory, MANIFEST, manifest)
         for other in self.published():
             if other != directory and step_of(other) == step:
@@ -249,19 +249,19 @@ class ObjectStorage:
         return directory
 
     def discard(self, directory: str) -> None:
-        """The manifest first: from then on it does not exist."""
+        """The manifest is removed first: from then on the checkpoint does not exist."""
         self.remove(directory, MANIFEST)
         for file in self._listing().get(directory, ()):
             self.remove(directory, file)
 
     def sweep(self) -> None:
-        """Whatever has no manifest."""
+        """Directories without a manifest."""
         for directory, files in self._listing().items():
             if MANIFEST not in files and _PUBLISHED.fullmatch(directory):
                 self.discard(directory)
 
     def where(self, directory: str) -> str:
-        """Its URL."""
+        """The URL."""
         return f"{self._url}/{directory}"
 
     def _key(self, directory: str, file: str) -> str:
@@ -269,9 +269,9 @@ class ObjectStorage:
 
     def _listing(self) -> dict[str, list[str]]:
         self._files.invalidate_cache()
-        found: dict[str, list[str]] = {}
+        files_by_directory: dict[str, list[str]] = {}
         for key in self._files.find(self._path):
             directory, _, file = key.removeprefix(f"{self._path}/").partition("/")
             if file:
-                found.setdefault(directory, []).append(file)
-        return found
+                files_by_directory.setdefault(directory, []).append(file)
+        return files_by_directory

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved beside the training, thinned, and found again."""
+"""Checkpoints of one run: saved in the background, pruned by the retention policy, restored."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.tensor_slices import TensorShard
 
 PATIENCE_S = 600.0
-"""How long the leader waits for the others to have written their parts."""
+"""How long the leader waits for the other workers' parts."""
 
 
 class CheckpointStore:
-    """Writes in one background thread; at most one save is under way.
+    """Saves checkpoints in one background thread, one at a time.
 
-    Where several workers save together, each has its own store with its view of the crew, and all
+    Where several workers save together, each has its own store with its view of the group, and all
     of them call ``save``, ``open_newest`` and ``open_best`` at the same step.
     """
 
@@ -54,7 +54,7 @@ class CheckpointStore:
     ) -> None:
         """``saved`` is called on the leader; ``root`` may be an fsspec URL with ``options``."""
         self._root = root
-        self._place = open_storage(root, options)
+        self._storage = open_storage(root, options)
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._metric = metric
@@ -62,7 +62,7 @@ class CheckpointStore:
         self._saved = saved
         self._group = group or SaveGroup()
         self._patience_s = patience_s
-        self._shares = WriterAssignment(self._group)
+        self._writers = WriterAssignment(self._group)
         self._buffer = HostBuffer()
         self._saves = 0
         self._is_abandoned = threading.Event()
@@ -72,44 +72,44 @@ class CheckpointStore:
         self._pending: Future[None] | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Get memory for the first copy in the background, before it is needed."""
+        """Allocate the host buffer in the background, before the first save."""
         self.wait()
         self._pending = self._pool.submit(self._buffer.reserve, nbytes)
 
     def save(
         self, snapshot: Snapshot, *, defer: bool = False, moving: Collection[str] = ()
     ) -> None:
-        """Hand a snapshot over; an earlier save that failed is raised here.
+        """Save a snapshot in the background; raises the error of an earlier failed save.
 
-        With ``defer`` the live pieces are copied in the background too, but for those named in
-        ``moving`` (``<group>/<name>``: what forward passes change). The caller then calls
-        ``finish_copy`` before the optimiser changes anything.
+        With ``defer`` live shards are copied in the background too, except those named in ``moving``
+        (``<group>/<name>``: changed by forward passes). The caller then calls ``finish_copy`` before
+        the optimiser changes anything.
         """
         self.wait()
         shards = snapshot.all_shards()
-        mine = self._shares.of(list(shards.values()))
-        shards = {name: shard for name, shard in shards.items() if name in mine}
+        assigned = self._writers.of(list(shards.values()))
+        shards = {name: shard for name, shard in shards.items() if name in assigned}
         live = {f"{group}/{name}" for group, held in snapshot.shards.items() for name in held}
         tensors = {name: shard.tensor for name, shard in shards.items() if name in live}
-        places = self._buffer.lay_out(tensors)
+        views = self._buffer.lay_out(tensors)
         now = [name for name in tensors if not defer or name in moving]
-        copy_into(places, tensors, now)
+        copy_into(views, tensors, now)
         later = tensors.keys() - now
-        shards |= {name: replace(shards[name], tensor=place) for name, place in places.items()}
-        kept = replace(snapshot, tensors={}, shards={})
+        shards |= {name: replace(shards[name], tensor=view) for name, view in views.items()}
+        metadata = replace(snapshot, tensors={}, shards={})
         self._saves += 1
         self._is_copied.clear()
         self._pending = self._pool.submit(
             self._copy_and_write,
-            kept,
+            metadata,
             shards,
             snapshot.groups,
-            _Late(places, {name: tensors[name] for name in later}),
+            _PendingCopy(views, {name: tensors[name] for name in later}),
             f"{self._group.token}-{self._saves}",
         )
 
     def finish_copy(self) -> None:
-        """Until the state may be changed again."""
+        """Wait until the state has been copied and may change."""
         self._is_copied.wait()
 
     @property
@@ -118,20 +118,20 @@ class CheckpointStore:
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what went wrong."""
+        """Wait for the current save; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Finish the save under way and end the thread."""
+        """Finish the current save and end the thread."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def abandon(self) -> None:
-        """Give up the save under way, without waiting: its crew is no more."""
+        """Abandon the current save without waiting: its worker group is gone."""
         self._is_abandoned.set()
         self._pending = None
         self._pool.shutdown(wait=False)
@@ -141,80 +141,80 @@ class CheckpointStore:
         warn: Callable[[str], None],
         *,
         not_after: int | None = None,
-        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
+        targets: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
     ) -> CheckpointReader | None:
-        """The newest checkpoint that verifies on all workers; says which ones were passed over.
+        """The newest checkpoint that verifies on all workers; warns of skipped ones.
 
         Args:
-            warn: Told why one was passed over; on each worker that saw the reason.
-            not_after: Leaves out those from later steps.
-            wanted: What this worker will read, named ``<group>/<name>``; without it the workers
-                verify all files between them. Either way a file is verified before it is read.
+            warn: Receives the reason for each skipped one, on the workers that saw it.
+            not_after: Excludes those of later steps.
+            targets: Shards this worker will read, named ``<group>/<name>``; without it the workers
+                divide all files among them. A file is always verified before it is read.
         """
         if self._group.is_leader:
-            self._place.sweep()
-        names = self._place.published() if self._group.is_leader else []
+            self._storage.sweep()
+        names = self._storage.published() if self._group.is_leader else []
         known = [
             name
-            for name in self._group.share_of_leader(names)
+            for name in self._group.broadcast_from_leader(names)
             if not_after is None or step_of(name) <= not_after
         ]
-        return self._first_good(known, wanted, lambda error: warn(f"{error} It is passed over."))
+        return self._first_good(known, targets, lambda error: warn(f"{error} It is skipped."))
 
     def open_best(
         self,
         warn: Callable[[str], None],
         *,
-        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
+        targets: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
     ) -> CheckpointReader | None:
         """The checkpoint with the best metric that verifies on all workers."""
         ranked: list[str] = []
         if self._group.is_leader:
-            ranked = [entry.path.name for entry in self._ranked(files.entries(self._place))]
+            ranked = [entry.path.name for entry in self._ranked(files.entries(self._storage))]
         return self._first_good(
-            self._group.share_of_leader(ranked),
-            wanted,
-            lambda error: warn(f"{error} It was among the best; the next best is taken."),
+            self._group.broadcast_from_leader(ranked),
+            targets,
+            lambda error: warn(f"{error} It was the best; the next best is used."),
         )
 
     def forget_after(self, step: int) -> None:
-        """Discard the checkpoints of later steps: the run has gone back behind them."""
+        """Discard checkpoints of later steps after a rollback."""
         self.wait()
-        for name in self._place.published() if self._group.is_leader else ():
+        for name in self._storage.published() if self._group.is_leader else ():
             if step_of(name) > step:
-                self._place.discard(name)
+                self._storage.discard(name)
 
     def _first_good(
         self,
         names: list[str],
-        wanted: Callable[[CheckpointReader], Iterable[TensorShard]] | None,
-        tell: Callable[[str], None],
+        targets: Callable[[CheckpointReader], Iterable[TensorShard]] | None,
+        report: Callable[[str], None],
     ) -> CheckpointReader | None:
-        crew = self._group
+        group = self._group
         for name in names:
             reader = None
             try:
-                reader = CheckpointReader(self._place, name)
-                if wanted is None:
-                    reader.verify(share=(crew.rank, crew.size))
+                reader = CheckpointReader(self._storage, name)
+                if targets is None:
+                    reader.verify(share=(group.rank, group.size))
                 else:
-                    reader.verify(wanted(reader))
+                    reader.verify(targets(reader))
                 is_good = True
             except (CheckpointError, OSError) as error:
-                tell(error.message if isinstance(error, CheckpointError) else str(error))
+                report(error.message if isinstance(error, CheckpointError) else str(error))
                 is_good = False
-            if crew.agree(is_good=is_good):
+            if group.all_good(is_good=is_good):
                 return reader
             if reader is not None:
                 reader.close()
         return None
 
     def _ranked(self, entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-        # A score that is not a number ranks nowhere: it would also upset the order of the others.
+        # NaN scores are excluded: they would break the sort order.
         scored = [
             entry for entry in entries if math.isfinite(entry.metrics.get(self._metric, math.nan))
         ]
-        # Metrics such as accuracy tie often: then the lower loss is the better model.
+        # Metrics such as accuracy tie often: then the lower loss wins.
         return sorted(
             scored,
             key=lambda entry: (
@@ -229,13 +229,13 @@ class CheckpointStore:
         snapshot: Snapshot,
         shards: dict[str, TensorShard],
         groups: list[str],
-        late: _Late,
+        pending: _PendingCopy,
         token: str,
     ) -> None:
         try:
-            copy_into(late.places, late.tensors, late.tensors.keys())
+            copy_into(pending.views, pending.tensors, pending.tensors.keys())
         finally:
-            late.tensors.clear()
+            pending.tensors.clear()
             self._is_copied.set()
         started_at = time.perf_counter()
         entry = None
@@ -252,60 +252,60 @@ class CheckpointStore:
             raise
         if entry is not None:
             self._saved(entry, time.perf_counter() - started_at)
-            self._thin(entry.step)
+            self._prune(entry.step)
 
     def _write(
         self, snapshot: Snapshot, shards: dict[str, TensorShard], groups: list[str], token: str
     ) -> CheckpointEntry | None:
-        """This worker's part; on the leader, the published checkpoint."""
-        place, crew = self._place, self._group
-        directory = place.begin(snapshot.step, token)
+        """Write this worker's part; on the leader, publish the checkpoint."""
+        storage, group = self._storage, self._group
+        directory = storage.begin(snapshot.step, token)
         try:
-            files.write_part(place, directory, crew, shards, groups=groups, between=self._go_on)
-            if not crew.is_leader:
+            files.write_part(storage, directory, group, shards, groups=groups, between=self._check_abandoned)
+            if not group.is_leader:
                 return None
             return files.publish(
-                place,
+                storage,
                 directory,
-                crew,
+                group,
                 snapshot,
                 patience_s=self._patience_s,
-                between=self._go_on,
+                between=self._check_abandoned,
             )
         except BaseException as error:
-            if crew.is_leader:
-                place.discard(directory)
+            if group.is_leader:
+                storage.discard(directory)
             elif not self._is_abandoned.is_set():
-                _tell_leader(place, directory, crew, error)
+                _report_failure(storage, directory, group, error)
             raise
 
-    def _go_on(self) -> None:
+    def _check_abandoned(self) -> None:
         if self._is_abandoned.is_set():
             raise files.SaveAbandonedError
 
-    def _thin(self, newest: int) -> None:
-        # Later steps are those of a life that was passed over as damaged: they count for nothing.
-        every = [entry for entry in files.entries(self._place) if entry.step <= newest]
-        kept = {entry.path for entry in every[-self._keep_last :]}
-        kept |= {entry.path for entry in self._ranked(every)[: self._keep_best]}
+    def _prune(self, newest: int) -> None:
+        # Later steps belong to a skipped, damaged attempt: they do not count.
+        every = [entry for entry in files.entries(self._storage) if entry.step <= newest]
+        retained = {entry.path for entry in every[-self._keep_last :]}
+        retained |= {entry.path for entry in self._ranked(every)[: self._keep_best]}
         for entry in every:
-            if entry.path not in kept:
-                self._place.discard(entry.path.name)
+            if entry.path not in retained:
+                self._storage.discard(entry.path.name)
 
 
-class _Late:
-    """What is still to be copied."""
+class _PendingCopy:
+    """Tensors still to be copied into the host buffer."""
 
-    def __init__(self, places: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        self.places, self.tensors = places, tensors
+    def __init__(self, views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        self.views, self.tensors = views, tensors
 
 
-def _tell_leader(
-    place: CheckpointStorage, directory: str, crew: SaveGroup, error: BaseException
+def _report_failure(
+    storage: CheckpointStorage, directory: str, group: SaveGroup, error: BaseException
 ) -> None:
-    # On a full disk even this may fail: then the leader's patience ends the save.
+    # On a full disk even this may fail: then the leader's timeout ends the save.
     with suppress(Exception):
-        files.report_failure(place, directory, crew, f"{type(error).__name__}: {error}")
+        files.report_failure(storage, directory, group, f"{type(error).__name__}: {error}")
 
 
 def _or_worst(loss: float | None) -> float:

@@ -37,22 +37,22 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""How the format calls each type."""
+"""Type names of the format."""
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The widest types first: then every tensor is aligned, without gaps, which the format forbids."""
+    """Names sorted by element size, widest first: aligns every tensor without gaps."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def write_tensors(
     stream: BinaryIO, tensors: Mapping[str, Tensor], between: Callable[[], None]
 ) -> dict[str, Any]:
-    """Write tensors that lie in one stretch on the CPU; returns size and checksum of the file.
+    """Write contiguous CPU tensors; returns size and checksum of the file.
 
-    ``between`` is called between blocks and may raise, to end a write that nobody waits for.
+    ``between`` is called between blocks and may raise, to abandon the write.
     """
     digest = xxhash.xxh3_128()
     count = 0
@@ -65,7 +65,7 @@ def write_tensors(
 
 
 def describe(stream: BinaryIO) -> dict[str, Any]:
-    """Size and checksum of what is in a file."""
+    """Size and checksum of a file."""
     digest = xxhash.xxh3_128()
     count = 0
     while block := stream.read(BLOCK_BYTES):

@@ -178,7 +178,7 @@ def _load(world: World, root: Path, group: Any, truth: State) -> None:
     state = State(world, 10)
     kept = store(root, world, group)
     model = {"model": weights_of([state.part])}
-    reader = kept.open_newest(pytest.fail, wanted=lambda _: join_groups(model))
+    reader = kept.open_newest(pytest.fail, targets=lambda _: join_groups(model))
     kept.close()
     assert reader is not None
     assert reader.step == 2

@@ -26,11 +26,11 @@ def _compare(
     world = form_world(Layout(dp=size), rank, dist.FileStore(path, size), device=CPU)
     pacer = compute_pace.ComputePace()
     for seconds in spans[rank]:
-        pacer.note(seconds, replicas=2 * size)
+        pacer.record(seconds, replicas=2 * size)
     left = list(turns[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compute_pace, "measure_turns", lambda: left.pop(0))
-        found = pacer.compare(world, planned_s=0.1)
+        found = pacer.gather_step_times(world, planned_s=0.1)
     world.close()
     return found, len(turns[rank]) - len(left)
 

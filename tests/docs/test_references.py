@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -52,6 +53,17 @@ def test_the_job_file_page_lists_every_key_with_its_default(page: Path) -> None:
     assert told.keys() == known.keys()
     for key, default in known.items():
         assert _default_said(told[key], default), f"{key}: {told[key]} is not {default!r}"
+
+
+def test_the_glossary_names_what_stands_in_the_code() -> None:
+    rows = [row for row in table_rows(DOCS / "glossary.md") if len(row) == 4][1:]
+    assert len(rows) > 50
+    assert len({row[0] for row in rows}) == len(rows), "a term is explained twice"
+    for term, chinese, code, meaning in rows:
+        assert chinese, f"{term} has no Chinese word"
+        assert meaning, f"{term} has no meaning"
+        if code != "–":
+            assert _stands_in_code(code.strip("`")), f"{term}: {code} is not in src/yunlu"
 
 
 def test_the_dependencies_page_lists_every_package_that_the_project_names() -> None:
@@ -139,3 +151,20 @@ def _default_said(cell: str, default: Any) -> bool:
     plain = json.loads(json.dumps(default))  # tuples as YAML writes them
     said = re.fullmatch(r"`(.*)`", cell)
     return said is not None and yaml.safe_load(said[1]) == plain
+
+
+def _stands_in_code(name: str) -> bool:
+    """Whether a module, or ``module:Name``, exists below ``src/yunlu``; nothing is imported."""
+    module, _, symbol = name.partition(":")
+    path = ROOT / "src" / "yunlu" / module.replace(".", "/")
+    if path.is_dir():
+        return not symbol
+    path = path.with_suffix(".py")
+    if not path.is_file():
+        return False
+    names = {
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    return not symbol or symbol in names

@@ -278,7 +278,7 @@ def resume(
     if model is not None:
         store = open_run(run.dir)
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
-        lifecycle.reopen_here(store)
+        lifecycle.reopen(store)
         return _train_here(store, live)
     if (launch := find_launch(waits=wait)) is not None:
         return _as_run(train_to_end(open_run(run.dir), launch)).wait()

@@ -74,7 +74,7 @@ def follow(
             if after > since.events:
                 batch.append(event)
         for metric, after in run.read_metrics(offset=metrics_at):
-            batch.append(MetricRecord(record=metric))
+            batch.append(MetricRecord(record={**metric}))
             metrics_at = after
         items = tuple(sorted(batch, key=lambda item: item.at))
         yield RunUpdate(items=items, cursor=LogCursor(events=events_at, metrics=metrics_at))

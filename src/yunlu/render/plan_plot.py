@@ -22,7 +22,7 @@ FORMATS = (".png", ".svg", ".html")
 _COLUMNS = ("", "hardware", "layout", "memory", "time", "cost", "reason")
 
 
-def write_plan_plot(outlook: PlanOutcome, path: Path, *, title: str) -> None:
+def write_plan_plot(outcome: PlanOutcome, path: Path, *, title: str) -> None:
     """Write the plot; the format follows the suffix."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
@@ -31,19 +31,19 @@ def write_plan_plot(outlook: PlanOutcome, path: Path, *, title: str) -> None:
         )
     if not path.parent.is_dir():
         raise JobError(f"--plot: there is no directory {path.parent}.")
-    figure = plan_options_figure(outlook, title=title)
+    figure = plan_options_figure(outcome, title=title)
     kind = "png" if suffix == ".png" else "svg"
     content = plot([figure], size=(9, 5.6), format=kind, dpi=160)
     if suffix == ".html":
-        content = _render_page(outlook, content.decode(), title).encode()
+        content = _render_page(outcome, content.decode(), title).encode()
     write_atomically(path, content)
 
 
-def _render_page(outlook: PlanOutcome, svg: str, title: str) -> str:
+def _render_page(outcome: PlanOutcome, svg: str, title: str) -> str:
     """The plot with the table below it, in one file."""
-    rows = "".join(_row(place, option) for place, option in enumerate(outlook.options, start=1))
+    rows = "".join(_row(place, option) for place, option in enumerate(outcome.options, start=1))
     notes = "".join(
-        f"<p>{escape(note)}</p>" for note in (*outlook.options.problems, *outlook.options.notes)
+        f"<p>{escape(note)}</p>" for note in (*outcome.options.problems, *outcome.options.notes)
     )
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (

@@ -14,6 +14,8 @@ from yunlu.runs.fold import RunView, apply
 from yunlu.scheduler.allocation_record import StepTiming
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
 
@@ -55,7 +57,7 @@ class RunProgress:
         self._workers: dict[tuple[int, int], tuple[int, int]] = {}
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._groups: defaultdict[tuple[int, int], _Group] = defaultdict(_Group)
-        self._unknown: list[dict[str, Any]] = []
+        self._unknown: list[Mapping[str, Any]] = []
 
     def take(self) -> bool:
         """Read what was written since the last time; whether anything was."""
@@ -65,8 +67,7 @@ class RunProgress:
             self._take_event(event)
         for record, after in self.run.read_metrics(offset=self._metrics):
             self._metrics = after
-            if isinstance(record, dict):  # pyright: ignore[reportUnnecessaryIsInstance] (a torn log)
-                self._take_metric(record)
+            self._take_metric(record)
         if self._unknown:
             waiting, self._unknown = self._unknown, []
             for record in waiting[-_PENDING:]:
@@ -133,7 +134,7 @@ class RunProgress:
     def _attempt(self) -> int:
         return max(len(self._view.attempts), 1)
 
-    def _take_metric(self, record: dict[str, Any]) -> None:
+    def _take_metric(self, record: Mapping[str, Any]) -> None:
         step = record.get("step")
         if not isinstance(step, int):
             return
@@ -145,7 +146,7 @@ class RunProgress:
             self.noise = (float(sqr), float(var) / self.base_batch)
         self._sort(record)
 
-    def _sort(self, record: dict[str, Any]) -> None:
+    def _sort(self, record: Mapping[str, Any]) -> None:
         """To the steps of as many workers as made it."""
         generation = record.get("generation")
         key = (int(record.get("attempt") or self._attempt), int(generation or 0))

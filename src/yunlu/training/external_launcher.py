@@ -369,7 +369,7 @@ def _begin(group: ExternalWorkerGroup, trackers: TrackerThread) -> None:
 
 
 def _report_failure(run: RunStore, failure: dict[str, Any]) -> None:
-    who = {name: failure.get(name) for name in ("rank", "worker", "host", "pid")}
+    who: dict[str, Any] = {name: failure.get(name) for name in ("rank", "worker", "host", "pid")}
     what = "failed" if failure.get("traceback") else "killed"
     try:
         run.emit(WorkerLost(cause=what, detail=failure["message"], **who))

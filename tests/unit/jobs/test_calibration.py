@@ -269,7 +269,7 @@ def test_a_total_with_a_start_up_that_nobody_foretold_is_not_shown_as_foretold(
     tmp_path: Path,
 ) -> None:
     probed = build_report(finished_run(tmp_path, "probed")).comparison("total_s")
-    assert probed.estimate is not None
+    assert probed.estimated is not None
     hurried = build_report(finished_run(tmp_path, "hurried", start=None))
     for quantity in ("total_s", "dollars"):
         found = hurried.comparison(quantity)

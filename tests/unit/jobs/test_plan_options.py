@@ -283,7 +283,7 @@ def test_advice_asks_for_the_shape_only_once(monkeypatch: pytest.MonkeyPatch) ->
         asked.append(job)
         return find_shape(job)
 
-    monkeypatch.setattr(plan_options, "find_shape", find)
+    monkeypatch.setattr("yunlu.jobs.plan_options.find_shape", find)
     goal = {"gpu": ["A100-80GB"], "cloud": ["aws"], "budget": 0.05, "max_devices": 8}
     assert plan_options(make_job(goal=goal)).problems
     assert len(asked) == 1

@@ -132,7 +132,7 @@ def completion_figure(runs: Mapping[str, Sequence[Outcome]]) -> LineFigure:
                 y=(at_mean,),
                 colour=colour,
                 style="dots",
-            )  # fmt: skip
+            )
         )
     return LineFigure(
         id="completion",
@@ -197,14 +197,13 @@ def _count_series(
 
 
 def _count_figure(key: str, title: str, name: str, series: Sequence[Series]) -> LineFigure:
-    last = max(max(line.x) for line in series)
+    last = max(at for line in series for at in line.x)
+    most = max(count for line in series for count in line.y)
     return LineFigure(
         id=key,
         title=same(title),
         x=Axis(low=0, high=max(last, 1e-9), name=same("hours")),
-        y=Axis(
-            low=0, high=max(max(max(line.y) for line in series), 1), unit="count", name=same(name)
-        ),  # fmt: skip
+        y=Axis(low=0, high=max(most, 1), unit="count", name=same(name)),
         series=tuple(series),
     )
 

@@ -32,7 +32,7 @@ def plot(
     figures: Sequence[PlotFigure],
     *,
     size: tuple[float, float],
-    format: str = "png",  # noqa: A002 (matplotlib's name)
+    format: str = "png",
     dpi: int = 150,
     heights: Sequence[float] = (),
 ) -> bytes:

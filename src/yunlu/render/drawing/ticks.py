@@ -10,6 +10,8 @@ from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.render.format import show_dollars
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yunlu.render.figures.values import Axis, Unit
 
 _CLOCK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400)
@@ -47,17 +49,10 @@ def find_ticks(axis: Axis) -> tuple[Tick, ...]:
 
 def show_on_axis(value: float, unit: Unit, *, largest: float | None = None) -> str:
     """A value as a label; ``largest`` of the axis decides on the notation of small numbers."""
-    if unit == "bytes":
-        return show_bytes(value).replace(".0 ", " ")
-    if unit == "rate":
-        return show_count(value)
-    if unit == "duration":
-        return _show_clock(value)
-    if unit == "dollars":
-        return show_dollars(value) if value else "0"
-    if unit == "percent":
-        return f"{value * 100:.4g} %"
-    if unit == "count" or 1e4 <= abs(value) < 1e6:
+    show = _SHOW.get(unit)
+    if show is not None:
+        return show(value)
+    if 1e4 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     if value != 0 and not 1e-3 <= (largest or abs(value)) < 1e6:
         mantissa, exponent = f"{value:.3e}".split("e")
@@ -112,3 +107,13 @@ def _round_up(rough: float) -> float:
     """The next of 1, 2, 5 x 10^n."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(digit * power for digit in (1, 2, 5, 10) if rough <= digit * power * 1.0001)
+
+
+_SHOW: dict[Unit, Callable[[float], str]] = {
+    "bytes": lambda value: show_bytes(value).replace(".0 ", " "),
+    "rate": show_count,
+    "duration": _show_clock,
+    "dollars": lambda value: show_dollars(value) if value else "0",
+    "percent": lambda value: f"{value * 100:.4g} %",
+    "count": lambda value: f"{value:,.0f}",
+}

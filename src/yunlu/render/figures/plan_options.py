@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _HOUR_S = 3600
 
 
-def plan_options_figure(outlook: PlanOutcome, *, title: str) -> CostTimeFigure:
+def plan_options_figure(outcome: PlanOutcome, *, title: str) -> CostTimeFigure:
     """All candidates with a price, their Pareto front, and the options with their intervals."""
     # What costs nothing has no place on a logarithmic axis.
-    priced = [(hours, dollars) for hours, dollars, _ in outlook.candidates if dollars > 0]
-    front, options = find_front(priced), [_option_point(option) for option in outlook.options]
+    priced = [(hours, dollars) for hours, dollars, _ in outcome.candidates if dollars > 0]
+    front, options = find_front(priced), [_option_point(option) for option in outcome.options]
     # What is far dearer and slower than options and front only squeezes the rest.
     shown = [(option.hours[1], option.dollars[1]) for option in options if option] + front
     return CostTimeFigure(

@@ -192,10 +192,10 @@ def _merge(snapshot: Snapshot, reports: list[dict[str, Any]]) -> dict[str, Any]:
     tensors: dict[str, dict[str, Any]] = {}
     for rank, report in enumerate(reports):
         for name, (shape, code, offset, size) in report["tensors"].items():
-            known = tensors.setdefault(name, {"shape": shape, "dtype": code, "pieces": []})
+            known = tensors.setdefault(name, {"shape": shape, "dtype": code, "shards": []})
             if (known["shape"], known["dtype"]) != (shape, code):
                 raise CheckpointError(f"Workers disagree on the shape or type of {name}.")
-            known["pieces"].append([_file_of(rank), offset, size])
+            known["shards"].append([_file_of(rank), offset, size])
     return {
         "version": VERSION,
         "step": snapshot.step,

@@ -109,7 +109,7 @@ class _ManifestParser:
             self._require(entry["dtype"] in DTYPES, f"{name!r} has an unknown type")
             stored_shards = [
                 StoredShard(file, TensorSlice(_numbers(offset), _numbers(size)))
-                for file, offset, size in entry["pieces"]
+                for file, offset, size in entry["shards"]
             ]
             for stored in stored_shards:
                 self._check(name, shape, stored, files)

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and where in their bucket each lies."""
+"""Gradient buckets: which gradients are sent together, and their offsets."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ if TYPE_CHECKING:
 _ALIGNED_BYTES = 64
 
 
-def _itself(weight: Tensor) -> Tensor:
+def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
-def split(
+def split_buckets(
     weights: Sequence[nn.Parameter],
     bucket_bytes: int,
     *,
-    local: Callable[[Tensor], Tensor] = _itself,
+    local: Callable[[Tensor], Tensor] = _identity,
 ) -> list[list[nn.Parameter]]:
-    """Weights of one kind together, the last ones first: their gradients come first.
+    """Weights of one dtype and device together, in reverse order: their gradients are ready first.
 
     Args:
         weights: In the order in which the model uses them.
         bucket_bytes: Sent at a time; larger ones go alone.
         local: What lies here of a weight.
     """
-    whole: list[tuple[int, list[nn.Parameter]]] = []
+    full: list[tuple[int, list[nn.Parameter]]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, list[nn.Parameter]]] = {}
     for position, weight in enumerate(reversed(weights)):
         here = local(weight)
         kind = (here.dtype, here.device)
         size, group = filling.pop(kind, (0, []))
         if group and size + here.nbytes > bucket_bytes:
-            whole.append((position, group))
+            full.append((position, group))
             size, group = 0, []
         filling[kind] = (size + here.nbytes, [*group, weight])
-    rest = [(len(weights), group) for _, group in filling.values()]
-    return [group for _, group in sorted([*whole, *rest], key=lambda item: item[0])]
+    partial = [(len(weights), group) for _, group in filling.values()]
+    return [group for _, group in sorted([*full, *partial], key=lambda item: item[0])]
 
 
 def starts_of(
-    group: Sequence[nn.Parameter], *, local: Callable[[Tensor], Tensor] = _itself
+    group: Sequence[nn.Parameter], *, local: Callable[[Tensor], Tensor] = _identity
 ) -> tuple[list[int], int]:
-    """Where each weight's gradient lies in its bucket, and where they end."""
+    """Offset of each weight's gradient in its bucket, and the end."""
     starts: list[int] = []
     end = 0
     for weight in group:
@@ -60,10 +60,10 @@ def starts_of(
 
 
 def matrices_of(weights: Sequence[nn.Parameter], bucket_bytes: int) -> dict[int, list[MatrixSlice]]:
-    """Where in the buckets of these weights matrices lie."""
-    found: dict[int, list[MatrixSlice]] = {}
-    for number, group in enumerate(split(weights, bucket_bytes)):
+    """Matrices in the buckets of these weights."""
+    matrices: dict[int, list[MatrixSlice]] = {}
+    for number, group in enumerate(split_buckets(weights, bucket_bytes)):
         starts, _ = starts_of(group)
-        every = [as_matrix(start, weight) for weight, start in zip(group, starts, strict=True)]
-        found[number] = [matrix for matrix in every if matrix is not None]
-    return found
+        candidates = [as_matrix(start, weight) for weight, start in zip(group, starts, strict=True)]
+        matrices[number] = [matrix for matrix in candidates if matrix is not None]
+    return matrices

@@ -1,4 +1,4 @@
-"""How fast this worker computes: a burst of what steps consist of, and what its steps took of late."""
+"""Compute speed of this worker: a short benchmark, and its recent step times."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
 
 _BURST_S = 0.2
-"""Long enough for a processor that is shared out in turns, or by quotas of a tenth of a second."""
+"""Long enough for CPU time slices, and for quotas per tenth of a second."""
 _TRIES = 3
 _REMEMBERED = 9
 _SIDE, _VALUES = 192, 1 << 16
 
 
 class ComputePace:
-    """What this worker knows of its own speed, through all changes of who else is there."""
+    """Compute speed of this worker, across changes of its peers."""
 
     def __init__(self) -> None:
         self._spans: deque[float] = deque(maxlen=_REMEMBERED)
-        """Seconds that all replicas' shares of a step would take it."""
+        """Time of the complete step of all replicas on this worker."""
 
-    def note(self, seconds: float, replicas: int) -> None:
-        """Take in forward and backward of our share of one step."""
+    def record(self, seconds: float, replicas: int) -> None:
+        """Record the forward and backward time of this worker's share of a step."""
         self._spans.append(seconds * replicas)
 
-    def compare(self, world: World, *, planned_s: float) -> tuple[float, ...]:
-        """A step of each worker without any exchange; everyone calls this, and all hear the same.
+    def gather_step_times(self, world: World, *, planned_s: float) -> tuple[float, ...]:
+        """Step time of each worker without communication; called by all workers, with equal results.
 
         Args:
             world: Who is there.
@@ -41,24 +41,24 @@ class ComputePace:
         """
         replicas = world.layout.replicas
         step_s = median(self._spans) / replicas if len(self._spans) == _REMEMBERED else None
-        known: list[float | None] = world.gather(step_s)
-        if all(known):
-            return tuple(each for each in known if each is not None)
+        spans: list[float | None] = world.gather(step_s)
+        if all(spans):
+            return tuple(speed for speed in spans if speed is not None)
         best = 0.0
-        paces: list[WorkerSpeed] = []
+        speeds: list[WorkerSpeed] = []
         for _ in range(_TRIES):
-            world.sum_over_all(torch.zeros(1))  # as in a step, all compute at the same time
+            world.sum_over_all(torch.zeros(1))  # all compute at the same time, as in a step
             best = max(best, measure_turns())
-            told = world.gather(WorkerSpeed(turns_per_s=best, step_s=step_s).model_dump())
-            paces = [WorkerSpeed.model_validate(each) for each in told]
-            # What disturbs makes a worker look slow, and passes: it is looked at again.
-            if not is_doubtful(paces):
+            gathered = world.gather(WorkerSpeed(turns_per_s=best, step_s=step_s).model_dump())
+            speeds = [WorkerSpeed.model_validate(speed) for speed in gathered]
+            # Disturbances slow a worker down for a while: measure again.
+            if not is_doubtful(speeds):
                 break
-        return steps_of(paces, planned_s=planned_s)
+        return steps_of(speeds, planned_s=planned_s)
 
 
 def measure_turns(span_s: float = _BURST_S) -> float:
-    """How often a second a product and a pass over memory are done, with the threads that steps have."""
+    """Matrix products and memory passes per second, with the threads of a step."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(_SIDE, _SIDE, generator=generator)
     values, product = torch.zeros(_VALUES), torch.empty(_SIDE, _SIDE)

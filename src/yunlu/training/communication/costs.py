@@ -1,4 +1,4 @@
-"""What packing and adding cost on this machine, measured in milliseconds."""
+"""Cost of encoding and adding on this machine, measured in milliseconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRIALS = 3
 def measure_codecs(
     names: Iterable[str], make_codec: Callable[[str], Codec]
 ) -> tuple[CodecCost, ...]:
-    """Seconds per value of each codec, the best of a few trials: what it costs when nobody disturbs."""
+    """Seconds per value of each codec, the best of a few trials."""
     return tuple(_measure(make_codec(name)) for name in names)
 
 
@@ -35,7 +35,7 @@ def measure_adding() -> float:
 
 
 def measure_low_rank(rank: int = 4) -> CodecCost:
-    """What PowerSGD computes for each number of a matrix: two products, and the one that restores it."""
+    """Cost of PowerSGD per matrix element: two products, and the reconstruction."""
     side = 512
     matrix = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
     thin = torch.linalg.qr(matrix[:, :rank])[0]
@@ -77,7 +77,7 @@ def _time(codec: Codec, count: int) -> tuple[float, float]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    run()  # the first call finds cold memory, and threads that are yet to start
+    run()  # warm up memory and threads
     spans: list[float] = []
     for _ in range(_TRIALS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Links between workers, measured over a wire in a fraction of a second, and watched while they are used.
+"""Measure the links between workers, in a fraction of a second.
 
 Workers may be busy and their hosts noisy: what disturbs makes a link look slow and never fast. So the
 best of several trials counts, long messages count more than short ones, and a link that does
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _LATENCY_SHARE, _PAIR_SHARE, _RING_SHARE, _ALL_SHARE, _BOTH_SHARE = 0.1, 0.3, 0.2, 0.25, 0.15
 _ROUNDS = 3
-_PASSES = 3
-_DOUBTFUL = 0.7
-"""A link that carries less than that share of what its two hosts do elsewhere is tried again."""
-_SLOW = 3.0
-"""As is one with so many times the usual latency."""
+_MAX_PASSES = 3
+_SUSPECT_RATE_SHARE = 0.7
+"""Links with less than this share of what their hosts achieve elsewhere are measured again."""
+_SUSPECT_LATENCY_RATIO = 3.0
+"""Links with this multiple of the usual latency are measured again, too."""
 _TORCH_BYTES = 1 << 10, 128 << 10, 512 << 10, 4 << 20
 _LONG_S = 0.03
 _INSIDE_S, _INSIDE_BYTES_PER_S = 1e-4, 1e9
@@ -54,9 +54,9 @@ def measure_links(
     add_bytes_per_s: float | None = None,
     tag: int = 0,
 ) -> WireFigures:
-    """Latency and rate between all hosts; every worker calls this, and all get the same figures.
+    """Latency and rate between all hosts; called by all workers, with equal results.
 
-    A slow link takes longer than the budget: something has to go over each.
+    A slow link takes longer than the budget: each must carry at least one message.
 
     Args:
         wire: Nobody else uses it meanwhile; nobody should compute either.
@@ -67,80 +67,82 @@ def measure_links(
         add_bytes_per_s: How fast we add; the slowest worker's counts.
         tag: Of the messages.
     """
-    talk = LinkTrial(transport, tag)
-    talk.meet()
-    told = _LinkMatrix(transport.hosts)
-    for _ in range(_PASSES):
-        meetings = told.doubtful(_pairings(transport.hosts))
-        if not meetings:
+    trial = LinkTrial(transport, tag)
+    trial.barrier()
+    matrix = _LinkMatrix(transport.hosts)
+    for _ in range(_MAX_PASSES):
+        pairings = matrix.pairings_to_measure(_pairings(transport.hosts))
+        if not pairings:
             break
-        told.add(talk.share(_measure_pairs(talk, meetings, budget_s)))
-    rate = told.settled()
-    rate *= np.where(np.eye(len(rate), dtype=bool), 1.0, _measure_ring(talk, rate, budget_s))
-    send, receive = _measure_all(talk, rate, budget_s)
-    turn_s, extra_message_s = talk.turns()
-    # A round of all workers takes longer than a message of two, where workers share cores.
-    busy = max(turn_s / told.neighbours_s(), 1.0) if transport.size > 1 else 1.0
-    rows = talk.share(
+        matrix.add(trial.share(_measure_pairs(trial, pairings, budget_s)))
+    rate = matrix.smoothed_rates()
+    rate *= np.where(np.eye(len(rate), dtype=bool), 1.0, _measure_ring(trial, rate, budget_s))
+    send, receive = _measure_all(trial, rate, budget_s)
+    turn_s, extra_message_s = trial.turns()
+    # With shared cores, a round of all workers takes longer than a message between two.
+    contention = max(turn_s / matrix.neighbours_s(), 1.0) if transport.size > 1 else 1.0
+    rows = trial.share(
         {
             "compute_s": compute_s,
             "add_bytes_per_s": add_bytes_per_s,
-            "codecs": [each.model_dump() for each in codecs],
+            "codecs": [codec.model_dump() for codec in codecs],
         }
     )
     return WireFigures(
         hosts=transport.hosts,
-        latency_s=_rows(told.latency_s * busy),
+        latency_s=_rows(matrix.latency_s * contention),
         bytes_per_s=_rows(rate),
         send_bytes_per_s=send,
         receive_bytes_per_s=receive,
-        both_ways=_measure_both_ways(talk, rate, budget_s),
+        both_ways=_measure_both_ways(trial, rate, budget_s),
         extra_message_s=extra_message_s,
-        all_reduce=None if all_reduce is None else _measure_torch(talk, all_reduce),
+        all_reduce=None if all_reduce is None else _measure_torch(trial, all_reduce),
         **_worst(rows),
     )
 
 
 def _pairings(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Who meets whom, in order: within a host by twos, then one worker of each host all others.
+    """Pairs to measure, in order: within a host by twos, then the leader of each host with all others.
 
-    Pairs that meet at the same time have no host in common (a round-robin tournament), so each has
-    its links for itself.
+    Pairs measured at the same time share no host (a round-robin tournament), so each has
+    its links to itself.
     """
-    members: dict[str, list[int]] = {}
+    ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
+        ranks_by_host.setdefault(host, []).append(rank)
     pairs = [
-        pair for group in members.values() for pair in zip(group[::2], group[1::2], strict=False)
+        pair
+        for group in ranks_by_host.values()
+        for pair in zip(group[::2], group[1::2], strict=False)
     ]
-    seats: list[int | None] = [group[0] for group in members.values()]
-    if len(seats) % 2:
-        seats.append(None)
-    for _ in range(len(seats) - 1):
-        facing = zip(seats[: len(seats) // 2], seats[::-1], strict=False)
+    players: list[int | None] = [group[0] for group in ranks_by_host.values()]
+    if len(players) % 2:
+        players.append(None)
+    for _ in range(len(players) - 1):
+        facing = zip(players[: len(players) // 2], players[::-1], strict=False)
         pairs += [(one, other) for one, other in facing if one is not None and other is not None]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        players = [players[0], players[-1], *players[1:-1]]
     return pairs
 
 
 def _measure_pairs(
-    talk: LinkTrial, meetings: Sequence[tuple[int, int]], budget_s: float
+    trial: LinkTrial, pairings: Sequence[tuple[int, int]], budget_s: float
 ) -> dict[str, Any]:
-    """What we saw of those we met: latency, and the rate from them to us."""
-    rank = talk.transport.rank
-    mine = [one if other == rank else other for one, other in meetings if rank in (one, other)]
-    counts = np.bincount(np.array(meetings).ravel())
+    """Latency and incoming rate of each measured peer."""
+    rank = trial.transport.rank
+    peers = [one if other == rank else other for one, other in pairings if rank in (one, other)]
+    counts = np.bincount(np.array(pairings).ravel())
     turns = int(counts.max())
-    latency_s = {str(peer): talk.ping(peer, budget_s * _LATENCY_SHARE / turns) for peer in mine}
+    latency_s = {str(peer): trial.ping(peer, budget_s * _LATENCY_SHARE / turns) for peer in peers}
     share_s = budget_s * _PAIR_SHARE / (2 * turns)
     return {
         "latency_s": latency_s,
-        "bytes_per_s": {str(peer): talk.stream(peer, share_s) for peer in mine},
+        "bytes_per_s": {str(peer): trial.stream(peer, share_s) for peer in peers},
     }
 
 
 class _LinkMatrix:
-    """What all workers said of their links: the best that was seen, since what disturbs makes it worse."""
+    """Measurements of all workers; the best of each link, since disturbances only slow it down."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         names = list(dict.fromkeys(hosts))
@@ -150,83 +152,91 @@ class _LinkMatrix:
         self._bytes_per_s = np.zeros((count, count))
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take in what each worker saw, by rank."""
+        """Add the measurements of each worker, by rank."""
         for rank, row in enumerate(rows):
             here = self._numbers[rank]
             for peer, span in row["latency_s"].items():
                 there = self._numbers[int(peer)]
                 if math.isfinite(span):
-                    # Half of there and back: the same in both directions.
+                    # Half of the round trip, in both directions.
                     best = min(span, self._latency_s[here, there])
                     self._latency_s[here, there] = self._latency_s[there, here] = best
             for peer, rate in row["bytes_per_s"].items():
                 there = self._numbers[int(peer)]
                 self._bytes_per_s[there, here] = max(rate, self._bytes_per_s[there, here])
 
-    def doubtful(self, meetings: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those to meet: all at first, then where a link does worse than its hosts do elsewhere."""
+    def pairings_to_measure(self, pairings: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Pairs to measure: at first all, then links slower than their hosts achieve elsewhere."""
         if not self._bytes_per_s.any():
-            return meetings
+            return pairings
         seen = np.isfinite(self._latency_s)
         usual_s = float(np.median(self._latency_s[seen]))
-        apart, reach = self._reach()
-        is_doubtful = (apart < _DOUBTFUL * reach) | (seen & (self._latency_s > _SLOW * usual_s))
+        pairwise_rates, best_rates = self._host_rates()
+        is_doubtful = (pairwise_rates < _SUSPECT_RATE_SHARE * best_rates) | (
+            seen & (self._latency_s > _SUSPECT_LATENCY_RATIO * usual_s)
+        )
         np.fill_diagonal(is_doubtful, val=False)
         is_doubtful |= is_doubtful.T
-        pairs = [(self._numbers[one], self._numbers[other]) for one, other in meetings]
-        return [pair for pair, ends in zip(meetings, pairs, strict=True) if is_doubtful[ends]]
+        pairs = [(self._numbers[one], self._numbers[other]) for one, other in pairings]
+        return [pair for pair, ends in zip(pairings, pairs, strict=True) if is_doubtful[ends]]
 
     @property
     def latency_s(self) -> NDArray[np.float64]:
-        """Between hosts; where a host has one worker, there is nothing within it to know."""
+        """Between hosts; within a host with one worker it is unknown."""
         return np.where(np.isfinite(self._latency_s), self._latency_s, _INSIDE_S)
 
     def neighbours_s(self) -> float:
-        """The mean latency from each worker to the next."""
+        """Mean latency from each worker to the next."""
         latency, numbers = self.latency_s, self._numbers
         ring = zip(numbers, [*numbers[1:], numbers[0]], strict=True)
         return float(np.mean([latency[here, there] for here, there in ring]))
 
-    def settled(self) -> NDArray[np.float64]:
-        """Rates between hosts; where nothing but noise tells two links of a host apart, they are alike."""
-        apart, reach = self._reach()
-        alike = np.where(apart >= _DOUBTFUL * reach, reach, apart)
-        rates = np.where(np.eye(len(apart), dtype=bool), self._bytes_per_s, alike)
+    def smoothed_rates(self) -> NDArray[np.float64]:
+        """Rates between hosts; links of a host that differ only by noise are set equal."""
+        pairwise_rates, best_rates = self._host_rates()
+        smoothed = np.where(
+            pairwise_rates >= _SUSPECT_RATE_SHARE * best_rates, best_rates, pairwise_rates
+        )
+        rates = np.where(np.eye(len(pairwise_rates), dtype=bool), self._bytes_per_s, smoothed)
         return np.where(rates > 0, rates, _INSIDE_BYTES_PER_S)
 
-    def _reach(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Rates between hosts, and what their two ends do elsewhere."""
-        apart = np.where(np.eye(len(self._bytes_per_s), dtype=bool), 0.0, self._bytes_per_s)
-        return apart, np.minimum(apart.max(axis=1)[:, None], apart.max(axis=0)[None, :])
+    def _host_rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Rates between hosts, and the best that both ends achieve elsewhere."""
+        pairwise_rates = np.where(
+            np.eye(len(self._bytes_per_s), dtype=bool), 0.0, self._bytes_per_s
+        )
+        return pairwise_rates, np.minimum(
+            pairwise_rates.max(axis=1)[:, None], pairwise_rates.max(axis=0)[None, :]
+        )
 
 
 def _worst(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest worker's adding and packing: the others wait for it."""
-    told: dict[str, Any] = {}
+    """The slowest worker's rates: the others wait for it."""
+    matrix: dict[str, Any] = {}
     adding = [row["add_bytes_per_s"] for row in rows if row["add_bytes_per_s"]]
     if adding:
-        told["add_bytes_per_s"] = min(adding)
+        matrix["add_bytes_per_s"] = min(adding)
     spans = [row["compute_s"] for row in rows]
     if all(spans):
-        told["compute_s"] = tuple(spans)
+        matrix["compute_s"] = tuple(spans)
     slowest: dict[str, dict[str, Any]] = {}
-    for each in (codec for row in rows for codec in row["codecs"]):
-        known = slowest.setdefault(each["name"], dict(each))
+    for codec in (codec for row in rows for codec in row["codecs"]):
+        slowest_of_codec = slowest.setdefault(codec["name"], dict(codec))
         for field in ("encode_s_per_value", "decode_s_per_value", "call_s"):
-            known[field] = max(known[field], each[field])
-    told["codecs"] = tuple(slowest.values())
-    return told
+            slowest_of_codec[field] = max(slowest_of_codec[field], codec[field])
+    matrix["codecs"] = tuple(slowest.values())
+    return matrix
 
 
 def _measure_all(
-    talk: LinkTrial, rate: NDArray[np.float64], budget_s: float
+    trial: LinkTrial, rate: NDArray[np.float64], budget_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What each host sends and receives while all talk to all.
+    """Send and receive rate of each host while all communicate with all.
 
-    Everyone sends in proportion to what each link carries alone, so that all are through at about the
-    same time, and a slow host does not make the others look slow.
+    Messages are sized in proportion to each link's rate, so that all end at about the
+    same time and a slow host does not make the others look slow.
     """
-    transport = talk.transport
+    transport = trial.transport
     leaders = _leaders(transport.hosts)
     count = len(leaders)
     if count == 1:
@@ -241,20 +251,20 @@ def _measure_all(
             if there != here:
                 outgoing[leaders[there]] = int(sizes[here, there])
                 incoming[leaders[there]] = int(sizes[there, here])
-    spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
+    spent_s = trial.time_exchange(outgoing, incoming, _ROUNDS)
     alone = np.where(np.eye(count, dtype=bool), 0.0, rate)
-    # Half of what a link carries alone is what it carries both ways at once, if it has to take turns.
+    # A half-duplex link carries half of its rate in each direction.
     send = np.maximum(sizes.sum(axis=1) / spent_s, alone.max(axis=1) / 2)
     receive = np.maximum(sizes.sum(axis=0) / spent_s, alone.max(axis=0) / 2)
     return tuple(send.tolist()), tuple(receive.tolist())
 
 
-def _measure_ring(talk: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
-    """What long messages get of the rates that short ones saw, each host sending to the next, all at once.
+def _measure_ring(trial: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
+    """Share of the rate that long messages achieve, each host sending to the next at once.
 
-    Links let a little through at once before they hold to their rate.
+    Links pass a short burst before they limit the rate.
     """
-    transport = talk.transport
+    transport = trial.transport
     leaders = _leaders(transport.hosts)
     count = len(leaders)
     if count == 1:
@@ -269,13 +279,13 @@ def _measure_ring(talk: LinkTrial, rate: NDArray[np.float64], budget_s: float) -
             outgoing[leaders[there]] = int(sizes[here, there])
         if transport.rank == leaders[there]:
             incoming[leaders[here]] = int(sizes[here, there])
-    spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
+    spent_s = trial.time_exchange(outgoing, incoming, _ROUNDS)
     return _remaining_share(max(sizes[pair] / rate[pair] for pair in ring), spent_s)
 
 
-def _measure_both_ways(talk: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
-    """What is left of the rate of two hosts that send to each other, each with one other."""
-    transport = talk.transport
+def _measure_both_ways(trial: LinkTrial, rate: NDArray[np.float64], budget_s: float) -> float:
+    """Share of the rate left when two hosts send to each other, in disjoint pairs."""
+    transport = trial.transport
     leaders = _leaders(transport.hosts)
     pairs = list(zip(range(0, len(leaders), 2), range(1, len(leaders), 2), strict=False))
     if not pairs:
@@ -288,12 +298,12 @@ def _measure_both_ways(talk: LinkTrial, rate: NDArray[np.float64], budget_s: flo
         if transport.rank == leaders[here]:
             outgoing[leaders[there]] = int(sizes[here, there])
             incoming[leaders[there]] = int(sizes[there, here])
-    spent_s = talk.time_exchange(outgoing, incoming, _ROUNDS)
+    spent_s = trial.time_exchange(outgoing, incoming, _ROUNDS)
     return _remaining_share(max(sizes[way] / rate[way] for way in ways), spent_s)
 
 
 def _leaders(hosts: Sequence[str]) -> list[int]:
-    """The first worker of each host."""
+    """First worker of each host."""
     return [hosts.index(name) for name in dict.fromkeys(hosts)]
 
 
@@ -302,21 +312,21 @@ def _remaining_share(expected_s: float, spent_s: float) -> float:
 
 
 def _sizes(rate: NDArray[np.float64], span_s: float) -> NDArray[np.int64]:
-    """Messages that take about so long."""
+    """Message sizes that take about this long."""
     return np.clip(rate * span_s, FIRST_BYTES, LARGEST_BYTES).astype(np.int64)
 
 
-def _measure_torch(talk: LinkTrial, all_reduce: Callable[[int], object]) -> MessageTime:
-    """A few sizes, as the median worker saw them: the smallest tells the latency, the largest the rate."""
+def _measure_torch(trial: LinkTrial, all_reduce: Callable[[int], object]) -> MessageTime:
+    """Torch's all-reduce at a few sizes, by the median worker: latency from the smallest, rate from the largest."""
     seconds: list[float] = []
     for size in _TORCH_BYTES:
         spans: list[float] = []
         for _ in range(TURNS if size == _TORCH_BYTES[0] else _ROUNDS):
-            talk.meet()
+            trial.barrier()
             began = time.perf_counter()
             all_reduce(size)
             spans.append(time.perf_counter() - began)
-        seconds.append(statistics.median(talk.share(typical(spans))))
+        seconds.append(statistics.median(trial.share(typical(spans))))
         if len(seconds) > 2 and seconds[-1] > _LONG_S:
             break
     sizes = _TORCH_BYTES[: len(seconds)]

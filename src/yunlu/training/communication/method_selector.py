@@ -257,7 +257,7 @@ class MethodSelector:
         costs = list(measure_codecs(names, make_codec))
         if keeps(spec.kept, "all-reduce", "powersgd"):
             costs.append(measure_low_rank(spec.rank))
-        spans = self._pacer.compare(world, planned_s=self._plan.prediction.step_s)
+        spans = self._pacer.gather_step_times(world, planned_s=self._plan.prediction.step_s)
         transport = world.open_transport()
         try:
             return measure_links(

@@ -1,4 +1,4 @@
-"""Connections between the workers of a generation, for messages of known length.
+"""Transport: connections between the workers of a generation, for messages of known length.
 
 torch's gloo passes messages too, but a wait in it cannot be ended, its small ones take milliseconds,
 and it does not count what it sends. Here every wait ends: with the message, with the connection, with
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkLostError", "RefusedMessageError", "Traffic", "Transport", "connect"]
 
-_MEET_S = 30.0
+_RENDEZVOUS_S = 30.0
 _PATIENCE_S = 600.0
 
 
 class Transport:
-    """A connection to each other worker; used by one thread at a time, but for ``abort``.
+    """Connections to all other workers; used by one thread at a time, except for ``abort``.
 
-    After an error the connections that were in use have ended; others are as they were.
+    After an error the connections in use are closed; the others are unaffected.
 
     Args:
         rank: Ours.
-        hosts: The address of each worker, by rank: who shares one shares a machine.
-        links: The connection to each other worker, non-blocking.
+        hosts: Address of each worker, by rank; workers with equal addresses share a machine.
+        links: Non-blocking socket to each other worker.
         patience_s: How long nothing may come or go before the others count as lost.
     """
 
@@ -59,29 +59,29 @@ class Transport:
 
     @property
     def size(self) -> int:
-        """How many workers it connects, this one included."""
+        """Number of workers, including this one."""
         return len(self.hosts)
 
     def session(self, *, tag: int = 0) -> TransportSession:
-        """Send and receive many messages that follow from one another; see ``TransportSession``."""
+        """Open a session of concurrent messages; see ``TransportSession``."""
         return TransportSession(self, tag)
 
     def send(self, peer: int, data: Data, *, tag: int = 0) -> None:
-        """Send one message, and wait until it is on its way."""
+        """Send one message, and wait until it is handed to the system."""
         self.exchange({peer: data}, {}, tag=tag)
 
     def receive(self, peer: int, into: Data, *, tag: int = 0) -> None:
-        """Wait for a message that fills ``into``."""
+        """Receive a message into ``into``."""
         self.exchange({}, {peer: into}, tag=tag)
 
     def receive_some(self, peer: int, *, limit_bytes: int, tag: int = 0) -> bytearray:
-        """Wait for a message of at most so many bytes."""
+        """Receive a message of at most so many bytes."""
         return self.gather({}, [peer], limit_bytes=limit_bytes, tag=tag)[peer]
 
     def exchange(
         self, outgoing: Mapping[int, Data], incoming: Mapping[int, Data], *, tag: int = 0
     ) -> None:
-        """Send and receive at once, at most one message to and from each other worker.
+        """Send and receive concurrently, at most one message to and from each other worker.
 
         Args:
             outgoing: What goes to whom; unchanged until this returns.
@@ -102,7 +102,7 @@ class Transport:
         limit_bytes: int,
         tag: int = 0,
     ) -> dict[int, bytearray]:
-        """Send, and receive messages whose length only their senders know."""
+        """Send, and receive messages of unknown length."""
         with self.session(tag=tag) as session:
             for peer, data in outgoing.items():
                 session.send(peer, data)
@@ -114,7 +114,7 @@ class Transport:
         }
 
     def control_congestion(self, name: str) -> bool:
-        """Have the system share links among our connections by another rule; whether it could.
+        """Set the TCP congestion control of all connections; returns whether the system has it.
 
         BBR guesses a rate for each connection, and those that share a slow link add up to less than it:
         ``direct`` over 4 hosts at 100 Mbit/s took 1.2 times as long as with Reno. Over fast links that
@@ -130,13 +130,13 @@ class Transport:
         return True
 
     def abort(self) -> None:
-        """End every wait, now and later; from any thread."""
+        """Abort all current and later waits; from any thread."""
         self.is_aborted = True
         for link in self.links.values():
             shut_socket(link)
 
     def close(self) -> None:
-        """Hang up; by the thread that uses it, or when it has ended."""
+        """Close the connections; called by the thread that uses them, or after it."""
         self.is_aborted = True
         for link in self.links.values():
             link.close()
@@ -148,19 +148,19 @@ def connect(
     size: int,
     host: str,
     *,
-    name: str = "wire",
-    within_s: float = _MEET_S,
+    name: str = "transport",
+    within_s: float = _RENDEZVOUS_S,
     patience_s: float = _PATIENCE_S,
     check: Callable[[], object] | None = None,
 ) -> Transport:
-    """Meet the others at the store and connect to each; everyone calls this.
+    """Connect to all other workers through the store; called by all of them.
 
     Args:
         store: Any of torch's.
         rank: Ours.
         size: How many we are.
         host: The address at which the others reach this worker.
-        name: Of this wire: each has its own connections, and its own name in the store.
+        name: Of this transport: unique in the store, and for its connections.
         within_s: How long the others may take to come.
         patience_s: See ``Transport``.
         check: Called now and then while waiting for the others; what it raises ends that.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yunlu.training.communication.buckets import split, starts_of
+from yunlu.training.communication.buckets import split_buckets, starts_of
 from yunlu.training.gradient_noise import choose_positions
 from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 
@@ -222,7 +222,7 @@ def _make_buckets(
     weights: Sequence[nn.Parameter], bucket_bytes: int
 ) -> tuple[list[_Bucket], Tensor]:
     """The buckets in the order of sending, and room in the last one to tell who got a gradient."""
-    groups = split(weights, bucket_bytes, local=_local)
+    groups = split_buckets(weights, bucket_bytes, local=_local)
     buckets: list[_Bucket] = []
     flags = torch.zeros(0)
     for number, group in enumerate(groups):

@@ -166,13 +166,13 @@ for rank in range(8):
         spread = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
-        piece = piece_of("w", spread)
-        (start, left), (rows, columns) = piece.box.offset, piece.box.size
+        shard = shard_of("w", spread)
+        (start, left), (rows, columns) = shard.region.offset, shard.region.size
         assert torch.equal(whole[start : start + rows, left : left + columns], local)
-        assert piece.tensor.data_ptr() == local.data_ptr()
+        assert shard.tensor.data_ptr() == local.data_ptr()
     partial = DTensor.from_local(torch.ones(2), mesh, (Partial(), Replicate()), run_check=False)
     try:
-        piece_of("sum", partial)
+        shard_of("sum", partial)
         sys.exit("a sum was taken for a value")
     except CheckpointError:
         pass

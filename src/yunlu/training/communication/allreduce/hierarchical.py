@@ -1,4 +1,4 @@
-"""Sums within each machine first, and between machines by one worker of each."""
+"""Hierarchical all-reduce: within each machine first, then between one worker of each."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _SMALL_BYTES, _LARGE_BYTES = 8 << 10, 128 << 10
 
 @collective
 def hierarchical_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
-    """Each machine sends and receives what one worker would, however many it has."""
+    """Each machine sends and receives as much as one worker would."""
     values = values_of(flat)
     machines = group_by_host(transport.hosts)
     if len(machines) == 1:
         reduce_scatter_gather(all_ranks(transport, tag), values, range(transport.size))
         return
-    mates = next(ranks for ranks in machines if transport.rank in ranks)
-    leader, *others = mates
+    site_ranks = next(ranks for ranks in machines if transport.rank in ranks)
+    leader, *others = site_ranks
     if transport.rank != leader:
-        _follow(RankGroup(transport, mates, tag), leader, values)
+        _run_follower(RankGroup(transport, site_ranks, tag), leader, values)
         return
-    _lead(RankGroup(transport, mates, tag), others, values)
+    _run_leader(RankGroup(transport, site_ranks, tag), others, values)
     leaders = RankGroup(transport, [ranks[0] for ranks in machines], tag)
-    _sum_between(leaders, values)
+    _allreduce_leaders(leaders, values)
     with leaders.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
             for other in others:
                 session.send(other, values[piece])
 
 
-def _sum_between(leaders: RankGroup, values: Values) -> None:
-    """By what was the fastest over 100 Mbit/s links for so many bytes."""
+def _allreduce_leaders(leaders: RankGroup, values: Values) -> None:
+    """The fastest algorithm over 100 Mbit/s links for this size."""
     if values.nbytes <= _SMALL_BYTES:
         recursive_doubling(leaders, values)
     elif values.nbytes <= _LARGE_BYTES:
@@ -60,26 +60,26 @@ def _sum_between(leaders: RankGroup, values: Values) -> None:
 
 
 def group_by_host(hosts: tuple[str, ...]) -> list[list[int]]:
-    """The ranks on each machine, in order; the first one leads."""
+    """Ranks on each machine, in order; the first is its leader."""
     machines: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         machines.setdefault(host, []).append(rank)
     return list(machines.values())
 
 
-def _follow(group: RankGroup, leader: int, values: Values) -> None:
+def _run_follower(group: RankGroup, leader: int, values: Values) -> None:
     with group.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
             session.send(leader, values[piece])
             session.receive(leader, values[piece])
 
 
-def _lead(group: RankGroup, others: list[int], values: Values) -> None:
+def _run_leader(group: RankGroup, others: list[int], values: Values) -> None:
     with group.session() as session:
         for piece in segments(slice(0, len(values)), values.itemsize):
             collect(session, others, values[piece], partial(_add_all, values[piece]))
 
 
-def _add_all(mine: Values, shares: list[Values]) -> None:
+def _add_all(total: Values, shares: list[Values]) -> None:
     for share in shares:
-        add(mine, share)
+        add(total, share)

@@ -1,4 +1,4 @@
-"""Workers that add up together, and how their tensor is cut up."""
+"""Groups of ranks for collectives, and how their tensor is split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Some of a wire's workers, each with a position among them."""
+    """Some ranks of a transport, each with a position in the group."""
 
     transport: Transport
     ranks: Sequence[int]
@@ -36,23 +36,23 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def position(self) -> int:
-        """Ours."""
+        """Position of this worker."""
         return self.ranks.index(self.transport.rank)
 
     def session(self) -> TransportSession:
-        """Messages among them."""
+        """Open a session."""
         return self.transport.session(tag=self.tag)
 
 
 def collective(
     function: Callable[Concatenate[Transport, P], None],
 ) -> Callable[Concatenate[Transport, P], None]:
-    """A sum that, when it fails, ends on all workers: also on those that wait for none of the lost ones."""
+    """Collective that aborts the transport if it fails, so that it ends on all workers."""
 
     @wraps(function)
     def run(transport: Transport, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -66,26 +66,26 @@ def collective(
 
 
 def all_ranks(transport: Transport, tag: int) -> RankGroup:
-    """All workers of a wire."""
+    """All workers of a transport."""
     return RankGroup(transport, range(transport.size), tag)
 
 
 def values_of(flat: Tensor) -> Values:
-    """The same memory for NumPy, whose additions ask for no threads."""
+    """The same memory as a NumPy array, whose additions use no threads."""
     return flat.detach().numpy()
 
 
 def split_evenly(length: int, parts: int) -> list[slice]:
-    """Parts of equal length, to one; some may be empty."""
+    """Parts of nearly equal length; some may be empty."""
     bounds = [length * number // parts for number in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def segments(part: slice, item_bytes: int) -> list[slice]:
-    """A part in pieces: one can be added and sent on while the next one comes. None of it is empty."""
+    """Split a part so that one segment is reduced while the next is received; none is empty."""
     length = part.stop - part.start
-    least, most = (max(1, limit // item_bytes) for limit in _SEGMENT_BYTES)
-    step = min(max(-(-length // _SEGMENTS), least), most)
+    min_items, max_items = (max(1, limit // item_bytes) for limit in _SEGMENT_BYTES)
+    step = min(max(-(-length // _SEGMENTS), min_items), max_items)
     return [
         slice(start, min(start + step, part.stop)) for start in range(part.start, part.stop, step)
     ]
@@ -94,28 +94,28 @@ def segments(part: slice, item_bytes: int) -> list[slice]:
 def collect(
     session: TransportSession,
     peers: Sequence[int],
-    like: Values,
-    then: Callable[[list[Values]], object],
+    template: Values,
+    on_complete: Callable[[list[Values]], object],
     *,
     channel: int = 0,
 ) -> None:
-    """Receive something like ours from each of some workers; ``then`` gets all of it, in their order.
+    """Receive an array like ``template`` from each peer; ``on_complete`` gets all of them, in order.
 
-    Not added as it comes: a sum must not depend on who was faster.
+    Not summed on arrival: the sum must not depend on timing.
     """
-    shares = [np.empty_like(like) for _ in peers]
+    shares = [np.empty_like(template) for _ in peers]
     missing = len(shares)
 
-    def note() -> None:
+    def count_down() -> None:
         nonlocal missing
         missing -= 1
         if not missing:
-            then(shares)
+            on_complete(shares)
 
     for peer, share in zip(peers, shares, strict=True):
-        session.receive(peer, share, note, channel=channel)
+        session.receive(peer, share, count_down, channel=channel)
     if not peers:
-        then([])
+        on_complete([])
 
 
 def add(total: Values, share: Values) -> None:

@@ -1,4 +1,4 @@
-"""Sums by owners: each adds up its part of the tensor and sends the sum to all."""
+"""Reduce-scatter and all-gather: each owner sums its part of the tensor and sends it to all."""
 
 from __future__ import annotations
 
@@ -29,62 +29,64 @@ if TYPE_CHECKING:
 
 @collective
 def direct_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
-    """Every worker owns a part: as few bytes as a ring, in two steps, over all connections."""
+    """Every worker owns a part: as few bytes as a ring, in two rounds, over all connections."""
     reduce_scatter_gather(all_ranks(transport, tag), values_of(flat), range(transport.size))
 
 
 @collective
 def server_allreduce(transport: Transport, flat: Tensor, *, tag: int, servers: int = 1) -> None:
-    """The first workers own the parts: a parameter server, split over some of its own clients."""
+    """The first workers own the parts: a parameter server, sharded over some of its clients."""
     reduce_scatter_gather(
         all_ranks(transport, tag), values_of(flat), range(min(servers, transport.size))
     )
 
 
 def reduce_scatter_gather(group: RankGroup, values: Values, owners: Sequence[int]) -> None:
-    """Add up; the values of all in the order of their positions, whoever comes first.
+    """Sum in order of position, whatever the order of arrival.
 
     Args:
-        team: Who takes part.
-        values: Ours, replaced by the sum.
-        owners: The positions of those who own a part each.
+        group: The participating ranks.
+        values: This worker's share, replaced by the sum.
+        owners: Positions of the owners of parts.
     """
     position = group.position
-    others = [(position + turn) % group.size for turn in range(1, group.size)]
+    others = [(position + offset) % group.size for offset in range(1, group.size)]
     pieces = {
         owner: segments(part, values.itemsize)
         for owner, part in zip(owners, split_evenly(len(values), len(owners)), strict=True)
     }
     with group.session() as session:
-        # Between any two, all shares come before all sums.
-        for number in range(max(len(places) for places in pieces.values())):
+        # Between any two workers, all shares precede all sums.
+        for number in range(max(len(segments_of_owner) for segments_of_owner in pieces.values())):
             for other in others:
-                for place in pieces.get(other, [])[number : number + 1]:
-                    session.send(group.ranks[other], values[place])
-        for place in pieces.get(position, []):
-            _own(group, session, values[place], others)
+                for segment in pieces.get(other, [])[number : number + 1]:
+                    session.send(group.ranks[other], values[segment])
+        for segment in pieces.get(position, []):
+            _reduce_own_part(group, session, values[segment], others)
         for other in others:
-            for place in pieces.get(other, []):
-                session.receive(group.ranks[other], values[place])
+            for segment in pieces.get(other, []):
+                session.receive(group.ranks[other], values[segment])
 
 
-def _own(group: RankGroup, session: TransportSession, mine: Values, others: list[int]) -> None:
+def _reduce_own_part(
+    group: RankGroup, session: TransportSession, own: Values, others: list[int]
+) -> None:
     position = group.position
 
     def finish(shares: list[Values]) -> None:
-        add_in_order(mine, shares, position)
+        add_in_order(own, shares, position)
         for other in others:
-            session.send(group.ranks[other], mine)
+            session.send(group.ranks[other], own)
 
-    collect(session, [group.ranks[other] for other in sorted(others)], mine, finish)
+    collect(session, [group.ranks[other] for other in sorted(others)], own, finish)
 
 
-def add_in_order(mine: Values, shares: list[Values], position: int) -> None:
-    """Add the shares of all the others to ours, which stands at a position among them."""
+def add_in_order(own: Values, shares: list[Values], position: int) -> None:
+    """Add all shares in order of position; ``own`` is that of ``position``."""
     if position:
         total = shares[0]
         for share in shares[1:position]:
             add(total, share)
-        np.add(total, mine, out=mine)
+        np.add(total, own, out=own)
     for share in shares[position:]:
-        add(mine, share)
+        add(own, share)

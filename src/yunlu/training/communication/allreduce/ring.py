@@ -1,4 +1,4 @@
-"""Sums round a ring: the fewest bytes, over the most steps (Patarasuk and Yuan 2009)."""
+"""Ring all-reduce: fewest bytes, most rounds (Patarasuk and Yuan 2009)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @collective
 def ring_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
-    """Each part goes round once to be added up and once more to be known."""
+    """Each part goes round once to be reduced and once to be gathered."""
     allreduce_ring(all_ranks(transport, tag), values_of(flat))
 
 
@@ -35,26 +35,26 @@ def allreduce_ring(group: RankGroup, values: Values) -> None:
     """See ``ring_allreduce``."""
     size, position = group.size, group.position
     parts = [segments(part, values.itemsize) for part in split_evenly(len(values), size)]
-    before, after = group.ranks[position - 1], group.ranks[(position + 1) % size]
+    previous, following = group.ranks[position - 1], group.ranks[(position + 1) % size]
     last = 2 * size - 3
     with group.session() as session:
-        for place in parts[position]:
-            session.send(after, values[place])
+        for segment in parts[position]:
+            session.send(following, values[segment])
         for step in range(last + 1):
-            is_partial = step < size - 1
-            for place in parts[(position - step - 1) % size]:
-                mine = values[place]
-                into = np.empty_like(mine) if is_partial else mine
-                share = into if is_partial else None
-                goes_to = after if step < last else None
-                session.receive(before, into, partial(_go_on, session, mine, share, goes_to))
+            is_reducing = step < size - 1
+            for segment in parts[(position - step - 1) % size]:
+                own = values[segment]
+                into = np.empty_like(own) if is_reducing else own
+                share = into if is_reducing else None
+                target = following if step < last else None
+                session.receive(previous, into, partial(_forward, session, own, share, target))
 
 
-def _go_on(
-    session: TransportSession, mine: Values, share: Values | None, after: int | None
+def _forward(
+    session: TransportSession, own: Values, share: Values | None, following: int | None
 ) -> None:
-    # What is written here was sent on long ago where it was ever sent: it has come round since.
+    # This segment was sent on before it is overwritten: it has gone round the ring since.
     if share is not None:
-        add(mine, share)
-    if after is not None:
-        session.send(after, mine)
+        add(own, share)
+    if following is not None:
+        session.send(following, own)

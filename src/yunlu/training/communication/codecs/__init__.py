@@ -1,1 +1,1 @@
-"""Compressors: fewer bytes for a flat tensor of numbers."""
+"""Codecs: compress a flat tensor."""

@@ -1,4 +1,4 @@
-"""Eight, four or one bit for each number, and a scale for each block of them (Dettmers et al. 2021)."""
+"""Block quantization: 8, 4 or 1 bit per value and a scale per block (Dettmers et al. 2021)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SCALE_BYTES = 2
-"""bf16: all the range, and no more digits than the numbers have."""
+"""bf16: the full range, and as many digits as the values need."""
 _ROUNDED_UP = 1 + 2**-8
-"""Makes a scale as bf16 at least what it was."""
+"""Rounds a scale up to bf16."""
 
 
 class _Packing(Protocol):
-    """What to do with blocks that all have one length."""
+    """Quantization of blocks of one length."""
 
     bits: int
     multiple: int
-    """Of how many numbers a block must be."""
+    """Block lengths must be a multiple of this."""
 
     def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
-        """Fill ``payload``, and return the scales; ``count`` is how many of a row are not padding."""
+        """Fill ``payload`` and return the scales; ``count`` values of a row are not padding."""
         ...
 
     def unpack(self, payload: Tensor, scales: Tensor, rows: Tensor) -> None:
@@ -36,7 +36,7 @@ class _Packing(Protocol):
 
 
 class BlockQuantizer:
-    """Numbers in blocks, each with its scale; the last one may be shorter.
+    """Values in blocks with a scale each; the last block may be shorter.
 
     A block whose scale is not finite comes back as not finite.
     """
@@ -60,23 +60,23 @@ class BlockQuantizer:
             rows = values[start : start + len(scales) * count].view(len(scales), count)
             if padding := self._padded(count) - count:
                 rows = torch.nn.functional.pad(rows, (0, padding))
-            found = self._packing.pack(rows, count, payload)
-            scales.view(-1).copy_(found.view(torch.uint8).view(-1))
+            packed_scales = self._packing.pack(rows, count, payload)
+            scales.view(-1).copy_(packed_scales.view(torch.uint8).view(-1))
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See ``Codec``."""
         for scales, payload, start, count in self._pieces(len(out), data):
-            place = out[start : start + len(scales) * count].view(len(scales), count)
+            target = out[start : start + len(scales) * count].view(len(scales), count)
             width = self._padded(count)
             is_direct = width == count and not add
-            rows = place if is_direct else torch.empty(len(scales), width)
-            known = read_as(scales.reshape(-1), torch.bfloat16).float().view(-1, 1)
-            self._packing.unpack(payload, known, rows)
+            rows = target if is_direct else torch.empty(len(scales), width)
+            scale_values = read_as(scales.reshape(-1), torch.bfloat16).float().view(-1, 1)
+            self._packing.unpack(payload, scale_values, rows)
             if not is_direct:
-                put(rows[:, :count], place, add=add)
+                put(rows[:, :count], target, add=add)
 
     def _pieces(self, length: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int]]:
-        """The whole blocks, then the short one: scales, packed numbers, where and how long."""
+        """Full blocks, then the short one: scales, payload, start and length."""
         whole, rest = divmod(length, self.block)
         blocks = whole + bool(rest)
         scales = data[: _SCALE_BYTES * blocks].view(blocks, _SCALE_BYTES)
@@ -105,7 +105,7 @@ class _Int8:
 
 
 class _Int4:
-    """The first half of a block in the low bits, the second half in the high ones."""
+    """First half of a block in the low bits, second half in the high bits."""
 
     bits, multiple = 4, 2
 
@@ -113,7 +113,7 @@ class _Int4:
         del count
         levels, scales = _round(rows, 7)
         low, high = levels.chunk(2, dim=1)
-        # -7..7 become 1..15, and both together a number below 256.
+        # -7..7 become 1..15; two of them fit in a byte.
         payload.view(low.shape).copy_(torch.add(low, high, alpha=16).add_(8 + 8 * 16))
         return scales
 
@@ -126,12 +126,12 @@ class _Int4:
 
 
 class _OneBit:
-    """Signs, and the mean size of a block's numbers (Seide et al. 2014; Karimireddy et al. 2019)."""
+    """Signs, and the mean magnitude of a block (Seide et al. 2014; Karimireddy et al. 2019)."""
 
     bits, multiple = 1, 8
 
     def pack(self, rows: Tensor, count: int, payload: Tensor) -> Tensor:
-        # NumPy's: torch has nothing that packs, and its signbit takes ten times as long.
+        # NumPy: torch cannot pack bits, and its signbit takes ten times as long.
         signs = np.packbits(np.signbit(rows.numpy()))
         payload.copy_(torch.from_numpy(signs))
         return (rows.abs().sum(1) / count).to(torch.bfloat16)
@@ -143,10 +143,10 @@ class _OneBit:
 
 
 def _round(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers up to ``largest``, and what one of them is worth."""
+    """Integers up to ``largest``, and their scale."""
     scales = (rows.abs().amax(1) * (_ROUNDED_UP / largest)).to(torch.bfloat16)
     inverse = scales.float().reciprocal().nan_to_num_(nan=0.0, posinf=0.0)
-    # What is not finite becomes any whole number here: its scale tells.
+    # Values that are not finite become arbitrary integers here: the scale is not finite.
     return torch.mul(rows, inverse.view(-1, 1)).round_(), scales
 
 

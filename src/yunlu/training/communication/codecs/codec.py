@@ -1,4 +1,4 @@
-"""The door for compressors, and the one that leaves everything as it is."""
+"""Codec protocol, and the identity codec."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
-    """Turns fp32 numbers into bytes and back; how many bytes is known from how many numbers.
+    """Encodes fp32 values as bytes and back; the size depends only on the number of values.
 
-    Numbers that are all not finite come back as not finite. Apart from that a codec may lose what it
-    likes: see ``residual``.
+    If all values are not finite, so are the decoded ones. Otherwise a codec may be lossy; see
+    ``error_feedback``.
     """
 
     @property
     def name(self) -> str:
-        """As a job names it."""
+        """Name in a job."""
         ...
 
     def size_bytes(self, length: int) -> int:
-        """Bytes of the encoding of so many numbers."""
+        """Size of the encoding of so many values."""
         ...
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
-        """Write the encoding.
+        """Encode values.
 
         Args:
             values: One dimension, fp32, on the CPU.
@@ -37,17 +37,17 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Set ``out`` to what ``data`` says, or add to it."""
+        """Decode into ``out``, or add to it."""
         ...
 
 
 class IdentityCodec:
-    """The numbers themselves."""
+    """The values themselves."""
 
     name = "none"
 
     def size_bytes(self, length: int) -> int:
-        """Four for each."""
+        """Four bytes per value."""
         return 4 * length
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
@@ -61,13 +61,13 @@ class IdentityCodec:
 
 
 def read_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers; copied where they begin at an odd place."""
+    """View bytes as values; copied if not aligned."""
     size = dtype.itemsize
     return (data if data.storage_offset() % size == 0 else data.clone()).view(dtype)
 
 
 def put(values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Set or add."""
+    """Copy or add."""
     if add:
         out.add_(values)
     else:

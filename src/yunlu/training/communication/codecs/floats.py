@@ -1,4 +1,4 @@
-"""Numbers of sixteen bits."""
+"""16-bit floats."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST_EXPONENT = 15
-"""Numbers below 2**15 are far enough from the end of fp16's range to be rounded."""
+"""Values below 2**15 do not overflow fp16 by rounding."""
 _SMALLEST_EXPONENT = -100
 _HEADER_BYTES = 4
 
 
 class Fp16Codec:
-    """fp16, after a power of two has moved the largest number to the top of its range.
+    """fp16, scaled by a power of two so that the largest value is at the top of the range.
 
     A gradient is often smaller than anything fp16 knows; a power of two costs no digits.
     """
@@ -27,7 +27,7 @@ class Fp16Codec:
     name = "fp16"
 
     def size_bytes(self, length: int) -> int:
-        """Two for each, and the power."""
+        """Two bytes per value, and the exponent."""
         return _HEADER_BYTES + 2 * length if length else 0
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
@@ -36,7 +36,7 @@ class Fp16Codec:
         if not len(values):
             return
         largest = float(values.abs().amax())
-        # What is not finite has no exponent, and stays as it is.
+        # Values that are not finite have no exponent and are not scaled.
         exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
         power = _LARGEST_EXPONENT - max(exponent, _SMALLEST_EXPONENT)
         out[:_HEADER_BYTES].copy_(torch.tensor([power], dtype=torch.int32).view(torch.uint8))
@@ -51,12 +51,12 @@ class Fp16Codec:
 
 
 class Bf16Codec:
-    """bf16: the range of fp32 with eight bits of digits."""
+    """bf16: the range of fp32 with eight significant bits."""
 
     name = "bf16"
 
     def size_bytes(self, length: int) -> int:
-        """Two for each."""
+        """Two bytes per value."""
         return 2 * length
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:

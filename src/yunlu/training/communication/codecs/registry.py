@@ -1,4 +1,4 @@
-"""Codecs by the names that jobs use."""
+"""Codecs by their names in jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_codec(name: str, *, block: int | None = None, share: float = 0.01) -> C
     try:
         make = CODECS[name]
     except KeyError:
-        raise ValueError(f"{name} is no codec; there are {', '.join(CODECS)}") from None
+        raise ValueError(f"unknown codec {name!r}; choose one of {', '.join(CODECS)}") from None
     return make(block, share)
 
 
@@ -40,4 +40,4 @@ CODECS: dict[str, Callable[[int | None, float], Codec]] = {
     "topk": lambda _block, share: TopKCodec(share),
     "randomk": lambda _block, share: RandomKCodec(share),
 }
-"""PowerSGD is none of them: it needs the shapes of the weights."""
+"""PowerSGD is not among them: it needs the shapes of the weights."""

@@ -1,4 +1,4 @@
-"""Only some of the numbers: the largest, or random ones."""
+"""Sparsification: only the largest values, or random ones."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _VALUE_BYTES = 2
-_PLACE_BYTES = 2
+_POSITION_BYTES = 2
 _COUNT_BYTES = 4
-_STRETCH = 1 << 16
-"""Places are told from the beginning of a stretch, in two bytes."""
+_BLOCK = 1 << 16
+"""Positions are relative to a block, in two bytes."""
 _SAMPLES = 1 << 14
 _SEED_BYTES = 8
 
 
 def count_selected(length: int, share: float) -> int:
-    """How many of so many numbers travel."""
+    """Number of values to send."""
     return min(length, max(1, round(length * share)))
 
 
 class TopKCodec:
-    """The largest numbers, as bf16, and where they are (Aji and Heafield 2017; Lin et al. 2018)."""
+    """The largest values as bf16, and their positions (Aji and Heafield 2017; Lin et al. 2018)."""
 
     name = "topk"
 
@@ -37,39 +37,39 @@ class TopKCodec:
 
     def size_bytes(self, length: int) -> int:
         """See ``Codec``."""
-        kept = count_selected(length, self.share)
-        return _COUNT_BYTES * -(-length // _STRETCH) + (_PLACE_BYTES + _VALUE_BYTES) * kept
+        count = count_selected(length, self.share)
+        return _COUNT_BYTES * -(-length // _BLOCK) + (_POSITION_BYTES + _VALUE_BYTES) * count
 
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
         """See ``Codec``."""
         del seed
-        kept = count_selected(len(values), self.share)
-        places = find_largest(values.abs().numpy(), kept)
-        stretches = -(-len(values) // _STRETCH)
-        counts = np.bincount(places // _STRETCH, minlength=stretches).astype("<i4")
+        count = count_selected(len(values), self.share)
+        positions = find_largest(values.abs().numpy(), count)
+        blocks = -(-len(values) // _BLOCK)
+        counts = np.bincount(positions // _BLOCK, minlength=blocks).astype("<i4")
         parts = (
             torch.from_numpy(counts),
-            torch.from_numpy((places % _STRETCH).astype("<u2")),
-            values[torch.from_numpy(places)].to(torch.bfloat16),
+            torch.from_numpy((positions % _BLOCK).astype("<u2")),
+            values[torch.from_numpy(positions)].to(torch.bfloat16),
         )
         torch.cat([part.view(torch.uint8) for part in parts], out=out)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See ``Codec``."""
-        kept = count_selected(len(out), self.share)
-        starts = np.arange(0, len(out), _STRETCH)
+        count = count_selected(len(out), self.share)
+        starts = np.arange(0, len(out), _BLOCK)
         counts_bytes = _COUNT_BYTES * len(starts)
-        places_end = counts_bytes + _PLACE_BYTES * kept
+        positions_end = counts_bytes + _POSITION_BYTES * count
         counts = read_as(data[:counts_bytes], torch.int32).numpy()
-        within = read_as(data[counts_bytes:places_end], torch.uint16).numpy()
-        places = torch.from_numpy(np.repeat(starts, counts) + within)
-        _scatter(places, data[places_end:], out, add=add)
+        within = read_as(data[counts_bytes:positions_end], torch.uint16).numpy()
+        positions = torch.from_numpy(np.repeat(starts, counts) + within)
+        _scatter(positions, data[positions_end:], out, add=add)
 
 
 class RandomKCodec:
-    """Random numbers as bf16: one out of each of ``k`` stretches, which one the seed tells.
+    """Random values as bf16: one of each of ``k`` blocks, chosen by the seed.
 
-    Workers with the same seed send the same places, so their sum is as small as its parts.
+    Workers with the same seed send the same positions, so that their sum is as sparse.
     """
 
     name = "randomk"
@@ -85,8 +85,8 @@ class RandomKCodec:
         """See ``Codec``."""
         if not len(values):
             return
-        places = _draw(len(values), count_selected(len(values), self.share), seed)
-        parts = (torch.tensor([seed]), values[places].to(torch.bfloat16))
+        positions = _draw(len(values), count_selected(len(values), self.share), seed)
+        parts = (torch.tensor([seed]), values[positions].to(torch.bfloat16))
         torch.cat([part.view(torch.uint8) for part in parts], out=out)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
@@ -94,45 +94,47 @@ class RandomKCodec:
         if not len(out):
             return
         seed = int(read_as(data[:_SEED_BYTES], torch.int64))
-        places = _draw(len(out), count_selected(len(out), self.share), seed)
-        _scatter(places, data[_SEED_BYTES:], out, add=add)
+        positions = _draw(len(out), count_selected(len(out), self.share), seed)
+        _scatter(positions, data[_SEED_BYTES:], out, add=add)
 
 
 def check_share(share: float) -> float:
-    """The share itself, if it is one."""
+    """Validate a share."""
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"a share of {share} is not between 0 and 1")
+        raise ValueError(f"the share must be above 0 and at most 1, not {share}")
     return share
 
 
-def find_largest(sizes: NDArray[Any], kept: int) -> NDArray[Any]:
-    """Where the ``kept`` largest are, in order; what is no number counts as largest.
+def find_largest(sizes: NDArray[Any], count: int) -> NDArray[Any]:
+    """Positions of the ``count`` largest, in order; NaN counts as largest.
 
-    A sample tells from which size on it is worth looking: sorting parts of the rest would take longer
-    than all else.
+    A sample gives a threshold below which values need not be considered: partitioning all of them would
+    take longer than everything else.
     """
-    found = np.arange(len(sizes))
+    selected = np.arange(len(sizes))
     step = len(sizes) // _SAMPLES
     if step > 1:
         sample = sizes[::step]
-        expected = len(sample) * kept / len(sizes)
-        wanted = int(expected + 4 * expected**0.5) + 8  # four standard deviations more than needed
-        if wanted < len(sample):
-            bound = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
+        expected = len(sample) * count / len(sizes)
+        rank_in_sample = (
+            int(expected + 4 * expected**0.5) + 8
+        )  # four standard deviations more than needed
+        if rank_in_sample < len(sample):
+            bound = np.partition(sample, len(sample) - rank_in_sample)[len(sample) - rank_in_sample]
             candidates = np.flatnonzero(~(sizes < bound))
-            if len(candidates) >= kept:
-                found, sizes = candidates, sizes[candidates]
-    if len(found) > kept:
-        found = found[np.argpartition(sizes, len(found) - kept)[len(found) - kept :]]
-        found.sort()
-    return found
+            if len(candidates) >= count:
+                selected, sizes = candidates, sizes[candidates]
+    if len(selected) > count:
+        selected = selected[np.argpartition(sizes, len(selected) - count)[len(selected) - count :]]
+        selected.sort()
+    return selected
 
 
-def _draw(length: int, kept: int, seed: int) -> Tensor:
-    """One place out of each of ``kept`` stretches that are as long as each other, or nearly."""
-    starts = np.arange(kept + 1) * length // kept
-    # The same on every machine, whatever its libraries (Steele et al. 2014, SplitMix64).
-    mixed = np.arange(1, kept + 1, dtype=np.uint64)
+def _draw(length: int, count: int, seed: int) -> Tensor:
+    """One position of each of ``count`` blocks of nearly equal length."""
+    starts = np.arange(count + 1) * length // count
+    # Equal on every machine, whatever its libraries (Steele et al. 2014, SplitMix64).
+    mixed = np.arange(1, count + 1, dtype=np.uint64)
     mixed = (mixed + np.uint64(seed % 2**64)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -140,8 +142,8 @@ def _draw(length: int, kept: int, seed: int) -> Tensor:
     return torch.from_numpy(starts[:-1] + (mixed % np.diff(starts).astype(np.uint64)).astype(int))
 
 
-def _scatter(places: Tensor, data: Tensor, out: Tensor, *, add: bool) -> None:
+def _scatter(positions: Tensor, data: Tensor, out: Tensor, *, add: bool) -> None:
     values = read_as(data, torch.bfloat16).float()
     if not add:
         out.zero_()
-    out.index_add_(0, places, values)
+    out.index_add_(0, positions, values)

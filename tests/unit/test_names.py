@@ -1,0 +1,50 @@
+"""Names: a class name is used once, and words that the field does not use stay out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "yunlu"
+SHARED_CLASS_NAMES: dict[str, str] = {}
+"""Class names that may be used twice, each with its reason."""
+RETIRED = re.compile(
+    r"\b(captain|helm|steward|crews?|roster|logbook|muster|foretell\w*|foretold|foresee\w*|rigs?"
+    r"|stillborn|barren|steering|audition|conductor|founding|hosting|taste|manners|entitlement)\b",
+    re.IGNORECASE,
+)
+"""Private words of earlier versions; the glossary has the field's word for each."""
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_a_class_name_is_used_once() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(str(path.relative_to(SOURCE)))
+    repeated = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert repeated.keys() == SHARED_CLASS_NAMES.keys(), repeated
+
+
+@pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
+def test_no_room_uses_a_retired_word(room: str) -> None:
+    found = {
+        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for path in sorted((SOURCE / room).rglob("*"))
+        if path.suffix in {".py", ".j2", ".js", ".json", ".css"}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if RETIRED.search(line.replace("_", " "))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_uses_a_retired_word(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if RETIRED.search(line)]

@@ -59,7 +59,7 @@ def measure_links(
     A slow link takes longer than the budget: each must carry at least one message.
 
     Args:
-        wire: Nobody else uses it meanwhile; nobody should compute either.
+        transport: Nobody else uses it meanwhile; nobody should compute either.
         budget_s: How long to take, about.
         compute_s: A step of ours without any exchange, if one was taken.
         all_reduce: Sums so many bytes over all workers in torch's own way.

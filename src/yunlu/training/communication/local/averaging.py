@@ -76,7 +76,7 @@ class WeightAveraging:
 
     Args:
         weights: The same values on all workers. They may lie on any device.
-        wire: To the others; ours alone from now on, and closed with this.
+        transport: To the others; ours alone from now on, and closed with this.
         rules: When to meet.
         codec: How what was learned is packed, in place of the one that the rules name.
         mates: To those who make our steps with us, and for whom we speak (``Following``).

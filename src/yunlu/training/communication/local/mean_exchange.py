@@ -34,7 +34,7 @@ class MeanExchange:
     """Exchanges of all workers, one after another; what they need of memory is kept between them.
 
     Args:
-        wire: To the others.
+        transport: To the others.
         codec: How values travel.
     """
 

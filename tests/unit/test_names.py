@@ -15,7 +15,7 @@ SHARED_CLASS_NAMES: dict[str, str] = {}
 """Class names that may be used twice, each with its reason."""
 RETIRED = re.compile(
     r"\b(captain|helm|steward|crews?|roster|logbook|muster|foretell\w*|foretold|foresee\w*|rigs?"
-    r"|stillborn|barren|steering|audition|conductor|founding|hosting|taste|manners|entitlement)\b",
+    r"|stillborn|barren|steering|audition|conductor|founding|entitlement)\b",
     re.IGNORECASE,
 )
 """Private words of earlier versions; the glossary has the field's word for each."""

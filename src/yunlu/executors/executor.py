@@ -2,7 +2,7 @@
 
 A run's *placement* is realised by *leases*: one process tree on one node, with some of its devices.
 The first lease, the lead, supervises the run; the others join it. A run grows and shrinks as leases
-come and go, through the crew's own machinery: no sample is lost.
+come and go, through the worker group's own machinery: no sample is lost.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class LeasedExecutor(ABC):
         """As ``Executor.status``."""
         with record_lock(run):
             record, statuses, _ = self._look_again(run)
-        crew = read_worker_group(run)
-        workers = count_workers(crew) if crew else 0
+        group = read_worker_group(run)
+        workers = count_workers(group) if group else 0
         is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
         return RunStatus(
             leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0

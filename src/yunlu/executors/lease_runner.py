@@ -157,14 +157,18 @@ class LeaseRunner:
     def _await_lead(self, lease: Lease) -> Sequence[str]:
         began_at = time.monotonic()
         while self._wanted_lease() is not None:
-            crew = read_worker_group(self.run)
+            group = read_worker_group(self.run)
             # Who comes before the lead has begun would plan the run, too.
-            has_begun = crew is not None and crew.generation > 0
+            has_begun = group is not None and group.generation > 0
             with suppress(StoreError):
-                if crew is not None and has_begun and send_request(crew, {"kind": "where"}, timeout_s=5):
-                    taken = lease.name in crew.wanted
+                if (
+                    group is not None
+                    and has_begun
+                    and send_request(group, {"kind": "where"}, timeout_s=5)
+                ):
+                    taken = lease.name in group.wanted
                     name = f"{lease.name}-{os.getpid()}" if taken else lease.name
-                    node = (sys.executable, "-m", crew.node_module, self.run.address)
+                    node = (sys.executable, "-m", group.node_module, self.run.address)
                     return (*node, "--node", name, "--devices", str(lease.devices))
             state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
@@ -261,12 +265,14 @@ class LeaseRunner:
 
     def _shed_inheritance(self) -> None:
         """The new supervisor means to start the lead's workers here: their devices are not ours."""
-        crew = read_worker_group(self.run)
-        if crew is None:
+        group = read_worker_group(self.run)
+        if group is None:
             return
-        rest = crew.target - crew.wanted.get(LOCAL, 0)
+        rest = group.target - group.wanted.get(LOCAL, 0)
         with suppress(StoreError):
-            if rest < 1 or send_request(crew, {"kind": "resize", "devices": rest}).get("is_accepted"):
+            if rest < 1 or send_request(group, {"kind": "resize", "devices": rest}).get(
+                "is_accepted"
+            ):
                 self._is_heir = False
 
     def _hear(self, *_: object) -> None:
@@ -297,12 +303,12 @@ class LeaseRunner:
 
 def _supervisor(run: RunStore) -> psutil.Process | None:
     """Who supervises the run, if it is one of our own processes."""
-    crew = read_worker_group(run)
-    if crew is None:
+    group = read_worker_group(run)
+    if group is None:
         return None
     try:
-        process = psutil.Process(crew.pid)
-        is_same = abs(process.create_time() - crew.process_started_at) < _SAME_START_S
+        process = psutil.Process(group.pid)
+        is_same = abs(process.create_time() - group.process_started_at) < _SAME_START_S
         is_ours = os.getpid() in {parent.pid for parent in process.parents()}
     except psutil.Error:
         return None

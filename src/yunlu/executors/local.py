@@ -151,12 +151,12 @@ class LocalExecutor:
             record = known_record(run)
             lease = record.wanted[0]
             worker = recorded_worker(run)
-            crew = read_worker_group(run)
+            group = read_worker_group(run)
             is_alive = self._lives(run, worker)
-            if is_alive and crew and worker and crew.pid == worker.pid and crew.target:
+            if is_alive and group and worker and group.pid == worker.pid and group.target:
                 # What the supervisor last agreed to, even if whoever asked had no time to note it.
-                lease = lease.model_copy(update={"devices": crew.target})
-                record = record.change(lease.name, devices=crew.target)
+                lease = lease.model_copy(update={"devices": group.target})
+                record = record.change(lease.name, devices=group.target)
             state = LeaseState.RUNNING if is_alive else LeaseState.GONE
             reason = "" if is_alive else _last_words(worker, lease)
             if lease.state != state:
@@ -170,7 +170,7 @@ class LocalExecutor:
             cpu_limits.forget(run.id)
             memory_limits.forget(run.id)
         seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
-        workers = count_workers(crew) if crew else 0
+        workers = count_workers(group) if group else 0
         return RunStatus(
             leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
         )
@@ -213,11 +213,11 @@ class LocalExecutor:
         if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
             run.write(Document.TARGET_WORKERS, str(devices))
             return f"{devices} workers from now on"
-        crew = read_worker_group(run)
-        if crew is None:
+        group = read_worker_group(run)
+        if group is None:
             return None
         try:
-            answer = send_request(crew, {"kind": "resize", "devices": devices})
+            answer = send_request(group, {"kind": "resize", "devices": devices})
         except StoreError:
             return None
         return str(answer.get("text")) if answer.get("is_accepted") else None

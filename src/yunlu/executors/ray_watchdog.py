@@ -1,7 +1,7 @@
 """Stands between a Ray actor and the program of its lease: nothing of the lease outlives the actor.
 
 Ray ends the direct children of an actor, and not even those where the actor itself is killed; the
-workers of a crew have sessions of their own and outlive their parents. The keeper is nobody's child,
+workers of a worker group have sessions of their own and outlive their parents. The keeper is nobody's child,
 adopts whoever loses its parent, and ends all of them as soon as the actor or its raylet is gone: a
 node that the cluster has given up does not go on training. It knows nothing of Ray.
 """

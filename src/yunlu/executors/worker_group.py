@@ -27,8 +27,8 @@ def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
 
     They continue without their supervisor, and restart it within seconds.
     """
-    crew = read_worker_group(run)
-    for member in crew.workers if crew else ():
+    group = read_worker_group(run)
+    for member in group.workers if group else ():
         if member.host == socket.gethostname():
             worker = WorkerProcess(
                 pid=member.pid,
@@ -49,17 +49,17 @@ def kill_workers(run: RunStore) -> None:
 
 def find_run(host: str, port: int, token: str) -> RunStore:
     """Ask a supervisor for its run, on a shared file system."""
-    crew = WorkerGroup(
+    group = WorkerGroup(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
-    return open_run(Path(str(send_request(crew, {"kind": "locate_run"}).get("text"))))
+    return open_run(Path(str(send_request(group, {"kind": "locate_run"}).get("text"))))
 
 
 def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
     """Run a node of a worker group until the run ends; returns the exit code."""
-    crew = read_worker_group(run)
-    assert crew is not None
-    command = [sys.executable, "-m", crew.node_module, run.address]
+    group = read_worker_group(run)
+    assert group is not None
+    command = [sys.executable, "-m", group.node_module, run.address]
     child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
         [*command, "--node", name, "--devices", str(devices)],
         cwd=directory,

@@ -108,7 +108,7 @@ def require_training() -> None:
 
 
 def is_asynchronous(run: RunStore, method: object) -> bool:
-    """Whether its workers do not wait for each other: the job names that, or its crew chose it."""
+    """Whether its workers do not wait for each other: the job names that, or its worker group chose it."""
     return method == "asynchronous" or run.has(Area.SERVERS)
 
 

@@ -245,7 +245,7 @@ def _hash(path: Path) -> str:
 
 
 def figures_of(run: RunStore) -> list[RunMeasurement]:
-    """What a finished run has to teach; nothing where it did not finish, or nothing was foretold."""
+    """What a finished run has to teach; nothing where it did not finish, or nothing was predicted."""
     plan, measured, ended_at = _read(run)
     if plan is None or plan.estimate is None or measured is None or not plan.layout.is_single:
         return []

@@ -201,16 +201,16 @@ def _expect(
             lambda record: record.get("sent_bytes"),
         ),
     ]
-    for quantity, foretold, read in rows:
+    for quantity, predicted, read in rows:
         measured = _usual(records, read, every=every)
-        if foretold is None and measured is None:
+        if predicted is None and measured is None:
             continue
         yield Expectation(
             quantity=quantity,
-            predicted=foretold,
+            predicted=predicted,
             measured=measured,
             # Fewer steps than there are between two exchanges say nothing of what these take.
-            ratio=_ratio(foretold, measured) if len(records) >= every else None,
+            ratio=_ratio(predicted, measured) if len(records) >= every else None,
         )
 
 

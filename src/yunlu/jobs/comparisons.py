@@ -1,4 +1,4 @@
-"""Foretold, predicted and measured, side by side."""
+"""Predicted, predicted and measured, side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparis
     intervals = estimate.get("intervals", {})
     measured = _measured(log, predicted)
     estimate = {
-        # Without an interval the total has a part that nobody foretold: start-up.
+        # Without an interval the total has a part that nobody predicted: start-up.
         quantity: value
         for quantity, value in estimate.items()
         if quantity not in _TOTALS or quantity in intervals

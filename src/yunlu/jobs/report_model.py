@@ -40,7 +40,7 @@ class Comparison(Value):
     estimated: float | None = None
     """Before anything was timed."""
     interval: tuple[float, float] | None = None
-    """10 to 90 % of what was foretold."""
+    """10 to 90 % of what was predicted."""
     inside: bool | None = None  # whether the measured value is; None while that cannot be said
     predicted: float | None
     measured: float | None

@@ -138,7 +138,7 @@ def worker_is_alive(run: RunStore, record: RunRecord) -> bool:
     worker = worker_of(run, record)
     if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run):
         return True
-    # A crew whose supervisor died goes on, and starts another one within seconds.
+    # A worker group whose supervisor died goes on, and starts another one within seconds.
     return any(True for _ in running_workers(run))
 
 

@@ -1,1 +1,1 @@
-"""The steward of the pool: watches, decides, applies, reclaims. Jobs queue up here."""
+"""The scheduler of the pool: watches, decides, applies, reclaims. Jobs queue up here."""

@@ -1,4 +1,4 @@
-"""What the steward does to runs, and how it looks at them: through an executor."""
+"""What the scheduler does to runs, and how it looks at them: through an executor."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ExecutorAdapter:
         is_alive = life.is_alive
         recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
-        usable, is_ready = _crew_of(run) if is_alive else (None, False)
+        usable, is_ready = _group_of(run) if is_alive else (None, False)
         return RunObservation(
             state=record.state,
             is_alive=is_alive,
@@ -176,8 +176,8 @@ class ExecutorAdapter:
             by_hand = worker is not None and worker.detached and worker.is_alive()
             if not by_hand and worker_lock_is_free(run):
                 return _Liveness(is_alive=False)
-            crew = read_worker_group(run)
-            return _Liveness(is_alive=True, devices=crew.target if crew is not None else 1)
+            group = read_worker_group(run)
+            return _Liveness(is_alive=True, devices=group.target if group is not None else 1)
         status = self.executor.status(run)
         lost = self._note_losses(run, status)
         if not status.is_alive:
@@ -251,11 +251,11 @@ def _is_settled(status: RunStatus) -> bool:
     return all(lease.state in steady for lease in status.leases)
 
 
-def _crew_of(run: RunStore) -> tuple[int | None, bool]:
+def _group_of(run: RunStore) -> tuple[int | None, bool]:
     """The most workers it can use, and whether it can be asked for another number."""
     if run.has(Area.SERVERS):
         return None, True
-    crew = read_worker_group(run)
-    if crew is None or not crew.layouts:
+    group = read_worker_group(run)
+    if group is None or not group.layouts:
         return None, False
-    return max(crew.layouts), crew.generation > 0
+    return max(group.layouts), group.generation > 0

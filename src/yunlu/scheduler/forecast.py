@@ -134,10 +134,10 @@ class _Supply:
         heapq.heappush(self.later, (at, "", devices))
 
     def wait_for(self, devices: int) -> float:
-        """When so many are free; infinite where that is not foreseen: others do not wait for that."""
-        foreseen = sum(count + self.late.get(node, 0)
+        """When so many are free; infinite where that is not predicted: others do not wait for that."""
+        predicted = sum(count + self.late.get(node, 0)
                        for at, node, count in self.later if at < math.inf)  # fmt: skip
-        if self.free + foreseen < devices:
+        if self.free + predicted < devices:
             return math.inf
         while self.free < devices:
             at, node, count = heapq.heappop(self.later)

@@ -67,7 +67,7 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
     executor = open_executor(settings.executor)
     executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
     able = executor.capabilities()
-    steward = Scheduler(
+    scheduler = Scheduler(
         home,
         ExecutorAdapter(executor),
         open_policy(settings.policy),
@@ -83,7 +83,7 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
         began, busy_then_s = time.monotonic(), time.process_time()
         pause_s = settings.look_s
         try:
-            steward.step()
+            scheduler.step()
             result = ""
         except Exception as error:  # noqa: BLE001 (the last border: the pool outlives its faults)
             text = repr(error)
@@ -95,7 +95,7 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
         # Where there is much to look at it looks less often: the processors are for the runs.
         rest_s = _REST * (time.process_time() - busy_then_s)
         ended.wait(max(pause_s - (time.monotonic() - began), rest_s))
-    steward.registry.keep_all()
+    scheduler.registry.keep_all()
 
 
 @contextmanager

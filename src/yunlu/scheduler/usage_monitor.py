@@ -148,10 +148,10 @@ def _processes_by_session() -> dict[int, list[int]]:
 
 
 def _sessions_of(run: RunStore) -> set[int]:
-    """A crew keeps to the session of its first supervisor, also when another one takes over."""
-    worker, crew = recorded_worker(run), read_worker_group(run)
+    """A worker group keeps to the session of its first supervisor, also when another one takes over."""
+    worker, group = recorded_worker(run), read_worker_group(run)
     pids = {worker.pid} if worker is not None and worker.detached else set[int]()
-    pids |= {member.pid for member in crew.workers} if crew is not None else set()
+    pids |= {member.pid for member in group.workers} if group is not None else set()
     sessions: set[int] = set()
     for pid in pids:
         with suppress(OSError):

@@ -93,7 +93,10 @@ def _node(node: Node, held: int, use: NodeUse | None) -> dict[str, Any]:
 
 
 def _run(
-    scheduled: ScheduledRun, decision: Decision, foreseen: QueueForecast | None, usage: Usage | None
+    scheduled: ScheduledRun,
+    decision: Decision,
+    predicted: QueueForecast | None,
+    usage: Usage | None,
 ) -> dict[str, Any]:
     entry, allocation = scheduled.entry, scheduled.allocation
     done, remaining = count_samples(scheduled)
@@ -123,8 +126,8 @@ def _run(
         "restarts": allocation.restarts,
         "device_s": allocation.served_device_s,
         "dollars": allocation.spent_dollars,
-        "start_at": _finite(foreseen.start_at) if foreseen else None,
-        "end_at": _finite(foreseen.end_at) if foreseen else None,
+        "start_at": _finite(predicted.start_at) if predicted else None,
+        "end_at": _finite(predicted.end_at) if predicted else None,
         "reason": allocation.given_up
         or waits
         or (reason.text if reason else "")

@@ -26,7 +26,7 @@ _MANY = 20
 """A run that nobody has told the length of is taken to be long."""
 _LONG_STEPS = 20_000
 ASYNCHRONOUS_S = 10.0
-"""Servers and workers are other processes than those of a crew: they start, and load everything anew."""
+"""Servers and workers are other processes than those of a worker group: they start, and load everything anew."""
 
 
 class MethodSetting(FiniteFigures):

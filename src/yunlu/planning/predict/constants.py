@@ -80,7 +80,7 @@ TRAITS = {
     "mindspeed": StackTraits(eager=True, hides_gradients=False),
     "nanotron": StackTraits(eager=True, hides_gradients=False),
     "neuron": StackTraits(scores_in_memory=True),
-    # Foretold as if nothing were known of them, the stacks that were measured err least this way.
+    # Predicted as if nothing were known of them, the stacks that were measured err least this way.
     "unknown": StackTraits(eager=True),
     "unknown-flash-1": StackTraits(eager=True, first_flash=True),
     "unknown-scores": StackTraits(eager=True, scores_in_memory=True),

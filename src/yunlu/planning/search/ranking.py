@@ -138,10 +138,10 @@ def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Colu
     """Time and cost of every find at every price."""
     step_s = np.sum(list(steps.values()), axis=0)
     run_s = run_seconds(ask.question.work, found.points, step_s)
-    by_rig: dict[int, Any] = {
+    by_config: dict[int, Any] = {
         int(config): np.flatnonzero(found.config == config) for config in np.unique(found.config)
     }
-    finds = [by_rig.get(price.config, np.empty(0, dtype=np.int64)) for price in ask.prices]
+    finds = [by_config.get(price.config, np.empty(0, dtype=np.int64)) for price in ask.prices]
     find = np.concatenate(finds)
     index = np.repeat(np.arange(len(finds)), [len(one_find) for one_find in finds])
     item = [price.dollars_per_hour for price in ask.prices]

@@ -88,7 +88,7 @@ def print_summary(report: Report, console: Console) -> None:
     if report.time is not None:
         console.print(_time_line(report.time.totals))
     if report.worker_group is not None:
-        console.print(_crew_block(report.worker_group))
+        console.print(_group_block(report.worker_group))
     if report.communication is not None:
         console.print(_communication_block(report.communication))
     if report.trace is not None:
@@ -241,7 +241,7 @@ def _time_line(totals: dict[str, float], width: int = 48) -> Text:
     return text.append_text(legend)
 
 
-def _crew_block(worker_group: WorkerGroupHistory) -> Group:
+def _group_block(worker_group: WorkerGroupHistory) -> Group:
     """Lost time in a line, then what happened, each worker, and who holds what."""
     newest = worker_group.newest
     line = Text.assemble("\n  workers  ", (f"{len(newest.ranks)} as {newest.layout}", "bold"))

@@ -209,7 +209,7 @@ def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
 
 
 def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
-    """What was foretold beside what came."""
+    """What was predicted beside what came."""
     if not view.forecast:
         return None
     came = {

@@ -43,7 +43,7 @@ class Foreknowledge(Protocol):
         ...
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
-        """How fast one device is, measured alone or foretold; None where nobody knows."""
+        """How fast one device is, measured alone or predicted; None where nobody knows."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Lower precision with FP32 master weights: arithmetic, loss scale, and what adapts them."""
+"""Mixed precision with FP32 master weights: autocast, loss scaling, adaptive precision."""
 
 from yunlu.training.precision.adaptive import PrecisionChange
 from yunlu.training.precision.autocast import Precision

@@ -1,7 +1,7 @@
-"""Modules move to full precision while they need it, and back: who, when, and why.
+"""Adaptive precision: modules move to full precision while they need it, and back.
 
-Every few steps, and in the steps after trouble, a step is looked at. The looks come at growing
-distances while nothing changes, so that a healthy run pays for them with a percent at most.
+Every few steps, and after an overflow or a loss spike, a step is probed. The interval between probes
+grows while nothing changes, so that a healthy run spends at most a percent on them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from yunlu.training.precision.loss_scale import LossScale
 
 LONGEST_WAIT = 128
-"""Steps between two looks when all is well."""
+"""Longest interval between probes, in steps."""
 _PATIENCE = 3
-"""Healthy looks before a module is tried in low precision again; doubles each time it comes back."""
+"""Healthy probes before a module returns to low precision; doubles with each promotion."""
 _CAUGHT_PATIENCE = 12
-"""The same for a module that did overflow: it may do so inside, where no look at its ends reaches."""
+"""The same for a module that overflowed: it may do so inside, where probes do not reach."""
 _RATIO = 0.1
-"""An update this large, as a share of the weights, after a spike of the loss: torn weights."""
+"""Relative update size that counts as harmful after a loss spike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class PrecisionChange:
     to: Literal["low", "full"]
     reason: str
     low_share: float
-    """Share of the parameters that could be low and are, after the move."""
+    """Share of the candidate parameters in low precision, after the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Full:
-    """Why a module is in full precision, and how long it has been well."""
+class _FullPrecision:
+    """Why a module is in full precision, and its healthy probes since."""
 
     reason: str
     patience: int
@@ -64,23 +64,23 @@ class _Full:
 
 
 class Adaptive:
-    """Watches the numbers of a model in low precision and decides who may stay there."""
+    """Probes the value ranges of a model and decides which modules stay in low precision."""
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
         self._form, self._dtype, self._device = FloatFormat.of(name, dtype), dtype, device
         self._models: tuple[nn.Module, ...] = ()
         self._candidates: dict[str, nn.Module] = {}
         self._sizes: dict[str, int] = {}
-        self._full: dict[str, _Full] = {}
+        self._full: dict[str, _FullPrecision] = {}
         self._promotions: dict[str, int] = {}
-        # The first step is looked at: what cannot be low is known before it does harm.
+        # The first step is probed: unfit modules are known before they do harm.
         self._next: Literal["range", "finite", "none"] = "range"
         self._next_at, self._wait = 0, 1
         self._spikes, self._has_spiked = SpikeDetector(), False
-        self._look: RangeProbe | FiniteProbe | None = None
+        self._probe: RangeProbe | FiniteProbe | None = None
 
     def attach(self, model: nn.Module, *copies: nn.Module) -> None:
-        """Watch a model; the same modules of its copies move with it."""
+        """Attach to a model; the same modules of its copies move with it."""
         self.detach()
         self._models = (model, *copies)
         self._candidates = find_candidates(model)
@@ -92,7 +92,7 @@ class Adaptive:
             self._move(name, "full")
 
     def detach(self) -> None:
-        """Leave the models as they were found."""
+        """Restore the models to low precision."""
         for name in self._full:
             self._move(name, "low")
         self._models, self._candidates, self._sizes = (), {}, {}
@@ -106,56 +106,56 @@ class Adaptive:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way is to be looked at."""
+        """Whether the current step is to be probed."""
         return self._next != "none" and bool(self._models)
 
     @contextmanager
-    def look(self) -> Generator[None]:
-        """The forward pass of a step that is looked at."""
-        if self._look is None:
-            watched = self._candidates | {
+    def probe(self) -> Generator[None]:
+        """Context of the forward pass of a probed step."""
+        if self._probe is None:
+            probed_modules = self._candidates | {
                 name: self._models[0].get_submodule(name) for name in self._full
             }
             is_range = self._next == "range"
-            self._look = (
-                RangeProbe(watched) if is_range else FiniteProbe(self._models[0], self._candidates)
+            self._probe = (
+                RangeProbe(probed_modules) if is_range else FiniteProbe(self._models[0], self._candidates)
             )
         with ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # compiled or not, hooks must be seen
+            if "torch._dynamo" in sys.modules:  # hooks must run in compiled models too
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            dtype = self._dtype if isinstance(self._look, FiniteProbe) else self._wide()
+            dtype = self._dtype if isinstance(self._probe, FiniteProbe) else self._wide()
             if dtype is not None:
                 stack.enter_context(torch.autocast(self._device.type, dtype=dtype))
-            stack.enter_context(self._look.watching())
+            stack.enter_context(self._probe.hooks())
             yield
 
     def before_update(self) -> None:
-        """Just before the optimiser's step."""
-        if isinstance(self._look, RangeProbe):
-            self._look.before_update()
+        """Called just before the optimiser's step."""
+        if isinstance(self._probe, RangeProbe):
+            self._probe.before_update()
 
     def observe(
         self, *, step: int, loss: float, applied: bool, seen_at: float, scale: LossScale | None
     ) -> list[PrecisionChange]:
-        """Take a finished step; returns what was moved.
+        """Process a finished step; returns the changes.
 
-        ``seen_at`` is the loss scale during the step, ``scale`` the one for the next.
+        ``seen_at``: loss scale during the step; ``scale``: for the next one.
         """
-        look, self._look = self._look, None
+        probe, self._probe = self._probe, None
         spiked = self._spikes.add(loss) if applied else False
         broken = not applied or not math.isfinite(loss)
-        moves: list[PrecisionChange] = []
-        if isinstance(look, FiniteProbe):
-            moves = self._promote_culprits(look.read_culprits())
-        elif isinstance(look, RangeProbe):
-            moves = self._weigh(look, seen_at, scale)
-        self._plan_next(step, look, moved=bool(moves), broken=broken, spiked=spiked)
-        return moves
+        changes: list[PrecisionChange] = []
+        if isinstance(probe, FiniteProbe):
+            changes = self._promote_culprits(probe.read_culprits())
+        elif isinstance(probe, RangeProbe):
+            changes = self._apply_advice(probe, seen_at, scale)
+        self._plan_next(step, probe, moved=bool(changes), broken=broken, spiked=spiked)
+        return changes
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {
-            "full": {name: asdict(kept) for name, kept in self._full.items()},
+            "full": {name: asdict(module) for name, module in self._full.items()},
             "promotions": dict(self._promotions),
             "next": [self._next, self._next_at, self._wait],
             "spikes": self._spikes.state(),
@@ -166,43 +166,43 @@ class Adaptive:
         """Continue from a checkpoint."""
         for name in self._full:
             self._move(name, "low")
-        self._full = {name: _Full(**kept) for name, kept in state["full"].items()}
+        self._full = {name: _FullPrecision(**fields) for name, fields in state["full"].items()}
         for name in self._full:
             self._move(name, "full")
         self._promotions = dict(state["promotions"])
         self._next, self._next_at, self._wait = state["next"]
         self._spikes.restore(state["spikes"])
         self._has_spiked = state["has_spiked"]
-        if isinstance(self._look, RangeProbe):  # of a step that is given up
-            self._look.close()
-        self._look = None
+        if isinstance(self._probe, RangeProbe):  # of an abandoned step
+            self._probe.close()
+        self._probe = None
 
     def _wide(self) -> torch.dtype | None:
-        """The cheapest precision with the range of FP32; none is FP32 itself."""
+        """The cheapest precision with the range of FP32; None for FP32 itself."""
         has_bf16 = self._device.type == "cuda" and torch.cuda.is_bf16_supported(
             including_emulation=False
         )
         return torch.bfloat16 if has_bf16 or self._dtype == torch.bfloat16 else None
 
     def _promote_culprits(self, culprits: list[str]) -> list[PrecisionChange]:
-        moves: list[PrecisionChange] = []
+        changes: list[PrecisionChange] = []
         for name in culprits:
             movable = self._movable_around(name)
             if movable is not None and not is_covered(movable, self._full):
                 reason = f"outputs overflow in {self._form.name}"
-                moves.append(self._to_full(movable, reason, patience=_CAUGHT_PATIENCE))
-        return moves
+                changes.append(self._to_full(movable, reason, patience=_CAUGHT_PATIENCE))
+        return changes
 
     def _movable_around(self, name: str) -> str | None:
-        """The module, or the nearest around it that can be moved."""
+        """The module, or its nearest parent that can be moved."""
         while not is_movable(self._models[0].get_submodule(name)):
             if name in self._full or not name:
                 return None
             name = name.rpartition(".")[0]
         return name
 
-    def _weigh(
-        self, look: RangeProbe, seen_at: float, scale: LossScale | None
+    def _apply_advice(
+        self, probe: RangeProbe, seen_at: float, scale: LossScale | None
     ) -> list[PrecisionChange]:
         sizes = {
             name: size
@@ -210,44 +210,44 @@ class Adaptive:
             if name in self._full or not is_covered(name, self._full)
         }
         power = round(math.log2(seen_at))
-        verdict = judge(
-            look.read_ranges(), sizes, self._form, power=power, scales=scale is not None
+        advice = judge(
+            probe.read_ranges(), sizes, self._form, power=power, scales=scale is not None
         )
-        if scale is not None and verdict.power != power:
-            scale.set(2.0**verdict.power)
-        unfit = dict(verdict.unfit)
+        if scale is not None and advice.power != power:
+            scale.set(2.0**advice.power)
+        unfit = dict(advice.unfit)
         if self._has_spiked:
-            for name, ratio in look.read_ratios().items():
+            for name, ratio in probe.read_ratios().items():
                 if ratio > _RATIO and name not in unfit:
                     unfit[name] = f"its update was {ratio:.0%} of its weights after a loss spike"
             self._has_spiked = False
-        moves = [
+        changes = [
             self._to_full(name, reason)
             for name, reason in unfit.items()
             if not is_covered(name, self._full) and self._movable_around(name) == name
         ]
-        fresh = {move.module for move in moves}
-        for name in [name for name in self._full if name not in fresh]:
-            moves += self._reconsider(name, unfit=name in unfit, judged=name in verdict.judged)
-        return moves
+        promoted = {change.module for change in changes}
+        for name in [name for name in self._full if name not in promoted]:
+            changes += self._reconsider(name, unfit=name in unfit, judged=name in advice.judged)
+        return changes
 
     def _reconsider(self, name: str, *, unfit: bool, judged: bool) -> list[PrecisionChange]:
-        kept = self._full[name]
+        module = self._full[name]
         if unfit or not judged:
-            self._full[name] = replace(kept, healthy=0)
+            self._full[name] = replace(module, healthy=0)
             return []
-        self._full[name] = replace(kept, healthy=kept.healthy + 1)
-        if kept.healthy + 1 < kept.patience:
+        self._full[name] = replace(module, healthy=module.healthy + 1)
+        if module.healthy + 1 < module.patience:
             return []
         del self._full[name]
         self._move(name, "low")
-        reason = f"fits {self._form.name} in {kept.patience} looks"
+        reason = f"fits {self._form.name} in {module.patience} probes"
         return [PrecisionChange(module=name, to="low", reason=reason, low_share=self.low_share)]
 
     def _to_full(self, name: str, reason: str, *, patience: int = _PATIENCE) -> PrecisionChange:
         times = self._promotions.get(name, 0)
         self._promotions[name] = times + 1
-        self._full[name] = _Full(reason=reason, patience=patience * 2 ** min(times, 10))
+        self._full[name] = _FullPrecision(reason=reason, patience=patience * 2 ** min(times, 10))
         self._move(name, "full")
         return PrecisionChange(module=name, to="full", reason=reason, low_share=self.low_share)
 
@@ -258,22 +258,22 @@ class Adaptive:
     def _plan_next(
         self,
         step: int,
-        look: RangeProbe | FiniteProbe | None,
+        probe: RangeProbe | FiniteProbe | None,
         *,
         moved: bool,
         broken: bool,
         spiked: bool,
     ) -> None:
-        if isinstance(look, RangeProbe):
+        if isinstance(probe, RangeProbe):
             self._wait = 1 if moved else min(2 * self._wait, LONGEST_WAIT)
             self._next_at = step + self._wait
         self._has_spiked |= spiked
-        was_finite_look = isinstance(look, FiniteProbe)
-        if broken and (moved or not was_finite_look):
-            # An overflow: of the forward pass, which names its culprit, or of the loss scale,
-            # which has been halved and needs nobody.
+        was_finite_probe = isinstance(probe, FiniteProbe)
+        if broken and (moved or not was_finite_probe):
+            # An overflow: of the forward pass, where the probe finds its module, or of the loss
+            # scale, which has been halved already.
             self._next = "finite"
-        elif was_finite_look or spiked or step + 1 >= self._next_at:
+        elif was_finite_probe or spiked or step + 1 >= self._next_at:
             self._next = "range"
         else:
             self._next = "none"

@@ -1,4 +1,4 @@
-"""What wraps the forward pass, the scaled step, and the moves of a run in low precision."""
+"""Mixed precision of a run: autocast, loss scaling, adaptive precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-# FP8 is for the products that were converted to it; what is around them runs in BF16.
+# FP8 applies to converted products only; everything else runs in BF16.
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -28,7 +28,7 @@ _NOTHING = nullcontext()
 class Precision:
     """Weights stay in FP32; autocast lowers the arithmetic; FP16 gradients are scaled.
 
-    With ``adapt``, modules whose numbers BF16 or FP16 cannot hold compute in FP32 while that is so.
+    With ``adapt``, modules whose values exceed the range of BF16 or FP16 compute in FP32.
     """
 
     def __init__(self, name: str, device: torch.device, *, adapt: bool = False) -> None:
@@ -44,39 +44,39 @@ class Precision:
             keep_in_fp32()
 
     def attach(self, model: nn.Module, *copies: nn.Module) -> None:
-        """Watch a model on its device; copies of it, such as an average, follow its moves."""
+        """Attach to a model on its device; copies of it, such as a moving average, follow its changes."""
         if self._adaptive is not None:
             self._adaptive.attach(model, *copies)
 
     def detach(self) -> None:
-        """Leave the attached models as they were."""
+        """Restore the attached models."""
         if self._adaptive is not None:
             self._adaptive.detach()
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the forward pass."""
+        """Context of the forward pass."""
         if self.name == "tf32":
             return tf32_products()
         if self._type is None:
             return _NOTHING
-        # Evaluations run as the model will be used; only training is looked at.
+        # Evaluations are not probed: they run as the model will be used.
         if self._adaptive is not None and self._adaptive.is_due and torch.is_grad_enabled():
-            return self._adaptive.look()
+            return self._adaptive.probe()
         return torch.autocast(self.device.type, dtype=self._type)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward, scaled where small gradients would vanish."""
+        """Backward pass, with loss scaling for FP16."""
         scaled = loss if self._scale is None else self._scale.scale(loss)
         with tf32_products() if self.name == "tf32" else _NOTHING:
             scaled.backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to their true size, before clipping."""
+        """Unscale the gradients, before clipping."""
         if self._scale is not None:
             self._scale.unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """One update, or none if FP16 gradients overflowed; whether it was applied."""
+        """Update the weights unless FP16 gradients overflowed; true if applied."""
         if self._adaptive is not None:
             self._adaptive.before_update()
         if self._scale is None:
@@ -87,14 +87,14 @@ class Precision:
         return self._applied
 
     def skip(self) -> None:
-        """Instead of ``step``, for a step that is left out: the next one starts afresh."""
+        """Skip a step, instead of ``step``."""
         self._applied = False
         if self._scale is not None:
             self._seen_at = self._scale.value
             self._scale.skip()
 
     def observe(self, *, step: int, loss: float) -> list[PrecisionChange]:
-        """Look at a finished step; returns the modules that were moved because of it."""
+        """Process a finished step; returns the precision changes it caused."""
         if self._adaptive is None:
             return []
         applied, self._applied = self._applied, True
@@ -108,26 +108,26 @@ class Precision:
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether a gradient that is not finite is a skipped step rather than an error."""
+        """Whether an infinite gradient skips the step instead of being an error."""
         return self._scale is not None
 
     @property
     def scale(self) -> float | None:
-        """The factor on the loss, where there is one."""
+        """The loss scale, if any."""
         return None if self._scale is None else self._scale.value
 
     @property
     def skips(self) -> int:
-        """Steps left out so far because a gradient overflowed."""
+        """Steps skipped so far because a gradient overflowed."""
         return 0 if self._scale is None else self._scale.skips
 
     @property
     def low_share(self) -> float | None:
-        """Share of the lowered parameters that are low now; none where it cannot change."""
+        """Share of the candidate parameters in low precision; None without adaptation."""
         return None if self._adaptive is None else self._adaptive.low_share
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         parts = {"scale": self._scale, "adaptive": self._adaptive}
         return {name: part.state() for name, part in parts.items() if part is not None}
 
@@ -141,7 +141,7 @@ class Precision:
 
 @contextmanager
 def tf32_products() -> Generator[None]:
-    """FP32 products may round their inputs to TF32; the process's own setting comes back after."""
+    """Allow TF32 in FP32 matrix products inside the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -1,4 +1,4 @@
-"""What a device can compute in."""
+"""Precisions supported by a device."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from yunlu.core.errors import JobError
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """Refuse a precision that the device does not have; a slow one is allowed."""
+    """Refuse a precision that the device does not support; a slow one is allowed."""
     missing = _missing(name, device)
     if missing is not None:
         raise JobError(
             f"train.precision: {name} needs {missing}; this device is {_describe(device)}.",
-            hint="Use precision: auto, which takes what the device does fast, or fp32.",
+            hint="Use precision: auto, which picks a fast one for the device, or fp32.",
         )
 
 
 def _missing(name: str, device: torch.device) -> str | None:
-    """What the precision asks for and the device lacks."""
+    """The missing requirement of a precision; None if supported."""
     if name == "fp32":
         return None
     needs = {
         "tf32": (_has_tf32, "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"),
-        "bf16": (_has_bf16, "a device that knows bfloat16"),
+        "bf16": (_has_bf16, "a device with bfloat16"),
         "fp16": (_has_autocast, "a device with automatic mixed precision"),
         "fp8": (has_fp8, "a GPU with FP8 products (NVIDIA 8.9 or newer, AMD MI300 or newer)"),
     }

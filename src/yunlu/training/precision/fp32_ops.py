@@ -1,4 +1,4 @@
-"""Operators that stay in FP32 on the CPU, where torch's autocast lets some follow their input.
+"""Operators kept in FP32 under CPU autocast, which lets some follow their input type.
 
 On CUDA autocast runs norms, softmax, exponentials and losses in FP32. On the CPU it does so for the
 losses only: a layer norm or a ``log_softmax`` of BF16 scores gives BF16, three digits. The rules
@@ -34,7 +34,7 @@ def keep_in_fp32() -> torch.library.Library:
 
 
 def _lowers_lstm() -> bool:
-    """Whether oneDNN has a low-precision LSTM here; autocast asks for one either way, and fails."""
+    """Whether oneDNN has a low-precision LSTM here; autocast requests one anyway, and fails."""
     return (
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
         and torch.ops.mkldnn._is_mkldnn_fp16_supported()

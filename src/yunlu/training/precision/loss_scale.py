@@ -1,4 +1,4 @@
-"""The factor on an FP16 loss that keeps small gradients from vanishing (Micikevicius 2018, §3.2)."""
+"""Dynamic loss scaling for FP16 (Micikevicius 2018, §3.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SMALLEST, LARGEST = 2.0**-14, 2.0**24
-"""Below, halving goes on to zero, from where no gradient comes back; above, nothing is gained."""
+"""Bounds: below, halving would end at zero; above, nothing is gained."""
 
 
 class LossScale:
@@ -28,39 +28,39 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to their true size, and note whether one is not finite."""
+        """Unscale the gradients, and record whether one is not finite."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Update unless a gradient overflowed, then adjust the factor; whether it was applied."""
+        """Update unless a gradient overflowed, then adjust the scale; true if applied."""
         self._scaler.step(optimizer)
         self._scaler.update()
-        # Only an overflow lowers it: one number says both, so that a GPU is waited for once.
-        found = self._scaler.get_scale()
-        applied = found >= self.value
+        # Only an overflow lowers the scale: reading it synchronises with the GPU only once.
+        scale = self._scaler.get_scale()
+        applied = scale >= self.value
         self.skips += not applied
-        self.value = found
-        if not SMALLEST <= found <= LARGEST:
-            self.set(found)
+        self.value = scale
+        if not SMALLEST <= scale <= LARGEST:
+            self.set(scale)
         return applied
 
     def set(self, value: float) -> None:
-        """Go on with another factor."""
+        """Set the scale."""
         self.value = min(max(value, SMALLEST), LARGEST)
         self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": self.value})
 
     def skip(self) -> None:
-        """Take back the gradients of a step that someone else left out; the factor stays."""
-        self._scaler.scale(torch.zeros((), device=self._device))  # it may not have begun yet
+        """Reset the scaler after a skipped step; the scale stays."""
+        self._scaler.scale(torch.zeros((), device=self._device))  # initialises the scaler if needed
         self._scaler.update(self.value)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {**self._scaler.state_dict(), "skips": self.skips}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        kept = dict(state)
-        self.skips = kept.pop("skips", 0)
-        self._scaler.load_state_dict(kept)
+        scaler_state = dict(state)
+        self.skips = scaler_state.pop("skips", 0)
+        self._scaler.load_state_dict(scaler_state)
         self.value = self._scaler.get_scale()

@@ -1,4 +1,4 @@
-"""Single modules in full precision: which can be moved, and how they are moved and moved back."""
+"""Full precision for single modules: candidates, promotion and its reversal."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from torch.nn.utils.rnn import PackedSequence
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
-# Attention as one: it never calls the projection inside it. Others may have parametrisations inside.
+# Attention as a unit: it never calls its inner projection. Others may contain parametrisations.
 _LOWERED = (nn.MultiheadAttention, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _NEVER_LOWERED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 _LOW = (torch.float16, torch.bfloat16)
 
 
 def find_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose products autocast lowers, by name: those with matrices of their own."""
-    found: dict[str, nn.Module] = {}
+    """Modules whose products autocast lowers, by name: those that own matrices."""
+    candidates: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if is_covered(name, found) or isinstance(module, _NEVER_LOWERED):
+        if is_covered(name, candidates) or isinstance(module, _NEVER_LOWERED):
             continue
         is_leaf = next(module.children(), None) is None
-        own = module.parameters(recurse=False)
-        if isinstance(module, _LOWERED) or (is_leaf and any(_is_matrix(each) for each in own)):
-            found[name] = module
-    return found
+        weights = module.parameters(recurse=False)
+        if isinstance(module, _LOWERED) or (is_leaf and any(_is_matrix(weight) for weight in weights)):
+            candidates[name] = module
+    return candidates
 
 
 def is_covered(name: str, chosen: Container[str]) -> bool:
-    """Whether the module, or one around it, is among the chosen."""
+    """Whether the module, or a parent of it, is among the chosen."""
     while name and name not in chosen:
         name = name.rpartition(".")[0]
     return name in chosen
 
 
 def is_movable(module: nn.Module) -> bool:
-    """False where somebody else has put a forward of their own in front of the class's."""
+    """False if other code has replaced ``forward`` on the instance."""
     return "forward" not in vars(module)
 
 
 def run_in_full(module: nn.Module) -> None:
-    """From now on the module computes in FP32, whatever surrounds it."""
-    # A bound method, unlike a closure, follows a deep copy of the module to the copy's own weights.
+    """Make the module compute in FP32, also under autocast."""
+    # A bound method, unlike a closure, is rebound to the copy by a deep copy of the module.
     vars(module)["forward"] = MethodType(_forward_in_full, module)
 
 

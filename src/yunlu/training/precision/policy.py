@@ -1,4 +1,4 @@
-"""Which modules can be in low precision, and at which loss scale: values in, values out."""
+"""Decision which modules can use low precision, and at which loss scale; pure functions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 POWERS = range(-14, 25)
 """Loss scales to choose from, as powers of two."""
 _INSIDE = 4
-"""A scale that must rise goes this far past what is just enough, where there is room."""
+"""Margin, in powers of two, of an increased scale over the least sufficient one."""
 _ANY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionAdvice:
-    """What one look at the ranges says."""
+    """Advice from one range probe."""
 
     power: int
-    """The loss scale, as a power of two, at which most parameters can be low."""
+    """Loss scale, as a power of two, at which most parameters can use low precision."""
     unfit: dict[str, str]
-    """Modules that low precision cannot hold at this scale, with the reason."""
+    """Modules whose values do not fit low precision at this scale, with the reason."""
     judged: frozenset[str]
-    """Modules the look says something about."""
+    """Modules covered by the probe."""
 
 
 def judge(
@@ -40,14 +40,14 @@ def judge(
     power: int,
     scales: bool,
 ) -> PrecisionAdvice:
-    """Weigh the ranges of a step.
+    """Derive the advice from the ranges of a step.
 
     Args:
         ranges: Ranges by module and kind.
-        sizes: Parameters of each module that counts when the scale is chosen.
-        form: What the low precision can hold.
-        power: The loss scale that the gradients were seen at, as a power of two.
-        scales: Whether there is a loss scale to choose.
+        sizes: Parameters of each module considered when choosing the scale.
+        form: Limits of the low precision.
+        power: Loss scale of the measured gradients, as a power of two.
+        scales: Whether a loss scale is in use.
     """
     finite = {
         name: spans
@@ -69,7 +69,7 @@ def _choose_shift(
     form: FloatFormat,
     power: int,
 ) -> int:
-    """The change of scale that leaves most parameters low; none where the one in use does."""
+    """The change of scale that keeps most parameters low; 0 if the current scale does."""
     bands: dict[str, tuple[int, int]] = {}
     for name, spans in ranges.items():
         forward = _common_band(spans, FORWARD, form)
@@ -101,7 +101,7 @@ def _common_band(
 def _misfit(
     spans: Mapping[str, ValueRange], form: FloatFormat, power: int, change: int
 ) -> str | None:
-    """Why the format cannot hold the ranges at a scale; none where it can."""
+    """Why the ranges do not fit the format at a scale; None if they do."""
     for kind in FORWARD + BACKWARD:
         span = spans.get(kind)
         if span is None:

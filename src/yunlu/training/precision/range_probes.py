@@ -1,7 +1,7 @@
-"""Two ways to look at one step: how large its numbers are, and where it first goes wrong.
+"""Probes of one step: its value ranges, and the first module whose output is not finite.
 
-Hooks exist only while a look lasts, and everything they find is read from the device at the end,
-in one go: a step that is not looked at costs nothing.
+Hooks exist only during a probe, and results are read from the device once at the end: a step without
+a probe costs nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _RATIO_SAMPLE = 1 << 12
 
 
 class RangeProbe:
-    """Sizes of activations and gradients in a step that runs with the range of FP32.
+    """Ranges of activations and gradients in a step that runs with the range of FP32.
 
-    Seen there, a number that FP16 would lose is still what it is: overflow and underflow are
-    foreseen for each module, instead of guessed at from infinities and zeros after the fact.
+    Values that FP16 would lose are still visible there: overflow and underflow are predicted for each
+    module, instead of inferred from infinities and zeros afterwards.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -41,10 +41,10 @@ class RangeProbe:
         self._before: dict[str, list[Tensor]] = {}
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Around the forward pass of each micro-batch; gradients follow by themselves."""
+    def hooks(self) -> Generator[None]:
+        """Hooks around the forward pass of each micro-batch; gradients are recorded in the backward pass."""
         if not self._weight_hooks:
-            self._watch_weights()
+            self._hook_weights()
         hooks: list[RemovableHandle] = []
         for name, module in self._modules.items():
             entering, leaving = partial(self._enter, name), partial(self._leave, name)
@@ -57,11 +57,11 @@ class RangeProbe:
                 hook.remove()
 
     def before_update(self) -> None:
-        """Remember some of each module's weights."""
+        """Sample each module's weights before the update."""
         self._before = {name: _sample(module) for name, module in self._modules.items()}
 
     def read_ratios(self) -> dict[str, float]:
-        """How far each module's weights moved, as a share of their norm."""
+        """Relative update size of each module's weights."""
         pairs: dict[str, Tensor] = {}
         for name, before in self._before.items():
             if before:
@@ -73,70 +73,70 @@ class RangeProbe:
         return {
             name: moved / norm
             for name, (moved, norm) in zip(pairs, rows, strict=True)
-            if norm > 0  # what starts at zero moves infinitely far
+            if norm > 0  # undefined for weights that start at zero
         }
 
     def read_ranges(self) -> dict[str, dict[str, ValueRange]]:
         """Ranges by module and kind."""
         self.close()
-        found: dict[str, dict[str, ValueRange]] = {}
+        by_module: dict[str, dict[str, ValueRange]] = {}
         for (name, kind), span in read(self._measured).items():
-            found.setdefault(name, {})[kind] = span
-        return found
+            by_module.setdefault(name, {})[kind] = span
+        return by_module
 
     def close(self) -> None:
-        """Take the remaining hooks away."""
+        """Remove the remaining hooks."""
         for hook in self._weight_hooks:
             hook.remove()
         self._weight_hooks = []
 
-    def _watch_weights(self) -> None:
+    def _hook_weights(self) -> None:
         for name, module in self._modules.items():
             for weight in module.parameters():
                 if weight.is_floating_point() and weight.numel():
-                    self._note(name, "weights", weight)
+                    self._record(name, "weights", weight)
                     if weight.requires_grad:
-                        seen = partial(self._note, name, "weight gradients")
-                        self._weight_hooks.append(weight.register_hook(seen))
+                        record = partial(self._record, name, "weight gradients")
+                        self._weight_hooks.append(weight.register_hook(record))
 
     def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A view of its own tells this module's gradient from that of others with the same input;
-        # one view for each tensor, since attention asks whether query and key are the same.
+        # A separate view gives this module's gradient, not that of others with the same input;
+        # one view for each tensor, since attention checks whether query and key are identical.
         views: dict[int, Tensor] = {}
         for value in args:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                self._note(name, "inputs", value)
+                self._record(name, "inputs", value)
                 if value.requires_grad and id(value) not in views:
                     views[id(value)] = value.view_as(value)
-                    views[id(value)].register_hook(partial(self._note, name, "input gradients"))
+                    views[id(value)].register_hook(partial(self._record, name, "input gradients"))
         return tuple(views.get(id(value), value) for value in args)
 
     def _leave(self, name: str, _module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
-        # A hook on a view dies when the next layer works in place; one on a copy does not.
+        # A hook on a view is lost if the next layer works in place; one on a copy is not.
         outputs = outputs.clone() if isinstance(outputs, Tensor) else outputs
         for value in tensors_in(outputs):
             if value.is_floating_point() and value.numel():
-                self._note(name, "outputs", value)
+                self._record(name, "outputs", value)
                 if value.requires_grad:
-                    value.register_hook(partial(self._note, name, "output gradients"))
+                    value.register_hook(partial(self._record, name, "output gradients"))
         return outputs
 
-    def _note(self, name: str, kind: str, values: Tensor) -> None:
+    def _record(self, name: str, kind: str, values: Tensor) -> None:
         with torch.no_grad():
             self._measured[name, kind].append(measure(values))
 
 
 class FiniteProbe:
-    """Where the forward pass of a step in low precision first stops being finite."""
+    """Finds the modules where a low-precision forward pass first stops being finite."""
 
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
         self._model, self._candidates = model, candidates
         self._names: list[str] = []
-        self._found: list[Tensor] = []
+        self._flags: list[Tensor] = []
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Around the forward pass of each micro-batch."""
+    def hooks(self) -> Generator[None]:
+        """Hooks around the forward pass of each micro-batch."""
         hooks = [
             module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
             for name, module in self._model.named_modules()
@@ -148,13 +148,13 @@ class FiniteProbe:
                 hook.remove()
 
     def read_culprits(self) -> list[str]:
-        """Innermost modules that made something infinite of finite inputs, in forward order."""
-        if not self._found:
+        """Innermost modules with finite inputs and infinite outputs, in forward order."""
+        if not self._flags:
             return []
-        rows: list[list[bool]] = torch.stack(self._found).tolist()
+        rows: list[list[bool]] = torch.stack(self._flags).tolist()
         culprits: list[str] = []
         for name, (bad_input, bad_output) in zip(self._names, rows, strict=True):
-            # What is inside a module ends before it: a culprit there explains the one around it.
+            # Inner modules finish first: an inner culprit explains its parent.
             explained = any(is_covered(culprit, (name,)) for culprit in culprits)
             if bad_output and not bad_input and not explained:
                 culprits.append(name)
@@ -169,8 +169,8 @@ class FiniteProbe:
         outputs: Any,
     ) -> None:
         trusted = name in self._candidates
-        # A mask holds minus infinity by right; nothing else that takes no gradient does.
-        results = [each for each in tensors_in(outputs) if trusted or each.requires_grad]
+        # Masks may contain minus infinity; other tensors without gradient are ignored.
+        results = [value for value in tensors_in(outputs) if trusted or value.requires_grad]
         with torch.no_grad():
             bad_input = _any(
                 ~value.isfinite() if value.requires_grad else value.isnan() | value.isposinf()
@@ -181,16 +181,16 @@ class FiniteProbe:
         if bad_output is not None:
             bad_input = torch.zeros_like(bad_output) if bad_input is None else bad_input
             self._names.append(name)
-            self._found.append(torch.stack([bad_input.to(bad_output.device), bad_output]))
+            self._flags.append(torch.stack([bad_input.to(bad_output.device), bad_output]))
 
 
 def _any(parts: Generator[Tensor]) -> Tensor | None:
-    found = [part.any() for part in parts]
-    return torch.stack(found).any() if found else None
+    by_module = [part.any() for part in parts]
+    return torch.stack(by_module).any() if by_module else None
 
 
 def _sample(module: nn.Module) -> list[Tensor]:
-    """Some of the weights, so that remembering them takes no memory to speak of."""
+    """A small sample of the weights."""
     weights = [
         weight.detach().reshape(-1) for weight in module.parameters() if weight.requires_grad
     ]

@@ -1,8 +1,8 @@
-"""How large the numbers in a module are, and whether a low precision can hold them.
+"""Value ranges of a module, and whether a low precision can represent them.
 
-A range is a count of magnitudes by power of two. Values that are exactly zero in a precision with
-the range of FP32 (behind a ReLU, in an unused row of an embedding) are zero rightly and do not
-count: what would vanish is told from what is sparse.
+A range is a histogram of magnitudes by power of two. Values that are exactly zero in a precision with
+the range of FP32 (after a ReLU, in an unused row of an embedding) are true zeros and do not
+count: underflow is distinguished from sparsity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOWEST = -150
-"""One below FP32's smallest power of two: the place of exact zeros."""
+"""One below FP32's smallest power of two: the bin of exact zeros."""
 _BINS = 280
 _SAMPLE = 1 << 16
 LOST_SHARE = 0.05
@@ -29,7 +29,7 @@ LOST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatFormat:
-    """What a precision can hold."""
+    """Limits of a floating-point format."""
 
     name: str
     largest: float
@@ -46,15 +46,15 @@ class FloatFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRange:
-    """The magnitudes of one kind of number in one module, in one step."""
+    """Magnitudes of one kind of tensor in one module, in one step."""
 
     top: float
-    """The largest; not finite where one was not."""
+    """Largest magnitude; not finite if any value was not."""
     counts: tuple[float, ...] = ()
-    """How many have each power of two, from ``_LOWEST`` on."""
+    """Histogram by power of two, from ``_LOWEST`` on."""
 
     def band(self, form: FloatFormat) -> tuple[int, int]:
-        """Factors, as powers of two, between which the format can hold these numbers.
+        """Scale factors, as powers of two, between which the format represents these values.
 
         At the lower end only ``LOST_SHARE`` of them rounds to zero; at the upper end the largest
         still fits twice over.
@@ -72,7 +72,7 @@ class ValueRange:
 
     def _shares(self) -> np.ndarray:
         """Share of the sum of magnitudes up to each power of two; empty where all are zero."""
-        # Weighed by size: thousands of entries that never mattered may vanish without harm.
+        # Weighted by magnitude: many tiny values may vanish without harm.
         powers = np.arange(_LOWEST + 1, _LOWEST + len(self.counts))
         masses = np.asarray(self.counts[1:]) * np.exp2(powers, dtype=np.float64)
         total = masses.sum()
@@ -80,9 +80,9 @@ class ValueRange:
 
 
 def measure(values: Tensor) -> Tensor:
-    """The range of a tensor as one small tensor on its device: no waiting for it here."""
+    """The range of a tensor as one small tensor on its device, without synchronising."""
     flat = values.detach().float().reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLE) | 1  # odd: no rhythm of rows and columns
+    stride = max(1, flat.numel() // _SAMPLE) | 1  # odd: not aligned with rows and columns
     sizes = flat[::stride].abs().log2().nan_to_num(nan=128.0).clamp(_LOWEST, 128)
     counts = torch.bincount((sizes.floor() - _LOWEST).long(), minlength=_BINS)
     return torch.cat([flat.abs().amax()[None], counts])
@@ -95,10 +95,10 @@ def merge(measured: Sequence[Tensor]) -> Tensor:
 
 
 def read(measured: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[tuple[str, str], ValueRange]:
-    """Bring ranges over from the device, all in one go."""
+    """Read ranges from the device in one transfer."""
     if not measured:
         return {}
-    rows: list[list[float]] = torch.stack([merge(each) for each in measured.values()]).tolist()
+    rows: list[list[float]] = torch.stack([merge(tensors) for tensors in measured.values()]).tolist()
     return {
         key: ValueRange(top=top, counts=tuple(counts))
         for key, (top, *counts) in zip(measured, rows, strict=True)

@@ -1,4 +1,4 @@
-"""A loss that jumps out of its own habit."""
+"""Detection of loss spikes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _DEVIATIONS = 8.0
 
 
 class SpikeDetector:
-    """Mean and deviation of the recent losses."""
+    """Detects losses far above the running mean."""
 
     def __init__(self) -> None:
         self._mean = self._square = 0.0
         self._count = 0
 
     def add(self, loss: float) -> bool:
-        """Take one loss; whether it is far above the recent ones. A spike is not remembered."""
+        """Add one loss; true if it is a spike. Spikes do not enter the statistics."""
         if not math.isfinite(loss):
             return False
         deviation = math.sqrt(max(self._square - self._mean**2, 0.0))
@@ -30,7 +30,7 @@ class SpikeDetector:
         return False
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return [self._mean, self._square, self._count]
 
     def restore(self, state: list[float]) -> None:

@@ -1,1 +1,1 @@
-"""Measuring this machine: how fast its operators, memory, links and disk are."""
+"""Benchmarks of this machine: operators, memory, links and disk."""

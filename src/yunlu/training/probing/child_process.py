@@ -1,4 +1,4 @@
-"""A measuring process that ends with the one that started it, however that one ends."""
+"""Child processes that end with their parent, however it ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from yunlu.core.settings import worker_environment
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-_LAST_WORDS_S = 2.0
+_TERMINATE_S = 2.0
 
 
 def end_with_parent() -> None:
-    """End when standard input does: whoever started us holds its other end, and a kill closes it."""
+    """Exit when standard input closes: the parent holds its other end, and its death closes it."""
 
     def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        while os.read(0, 1):  # not sys.stdin: its lock would be held at interpreter exit
             pass
         os._exit(1)
 
@@ -28,10 +28,10 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def start_child(words: Sequence[str], *, quiet: bool = False) -> Generator[subprocess.Popen[str]]:
-    """A process that watches its standard input; ended at the latest with this block."""
+def start_child(command: Sequence[str], *, quiet: bool = False) -> Generator[subprocess.Popen[str]]:
+    """Start a process that ends with its standard input; stopped at the end of the block."""
     with subprocess.Popen(  # noqa: S603 - our own modules
-        words,
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if quiet else None,
@@ -47,6 +47,6 @@ def start_child(words: Sequence[str], *, quiet: bool = False) -> Generator[subpr
 def _stop(child: subprocess.Popen[str]) -> None:
     child.terminate()
     try:
-        child.wait(_LAST_WORDS_S)
+        child.wait(_TERMINATE_S)
     except subprocess.TimeoutExpired:
         child.kill()

@@ -1,4 +1,4 @@
-"""Time a scratch file: written, flushed to the disk, and read again."""
+"""Disk benchmark: write, flush and read a scratch file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHUNK = 4 << 20
 
 
 def measure_disk(folder: Path, size: int = SIZE, *, trials: int = 2) -> DiskFigures:
-    """The best of a few; the file is gone afterwards."""
+    """Best of a few trials; the file is deleted."""
     folder.mkdir(parents=True, exist_ok=True)
-    chunk = os.urandom(min(_CHUNK, size))  # a disk may compress what repeats
+    chunk = os.urandom(min(_CHUNK, size))  # random bytes: a disk may compress repetitions
     written: list[float] = []
     read: list[float] = []
     for _ in range(trials):
@@ -30,12 +30,12 @@ def measure_disk(folder: Path, size: int = SIZE, *, trials: int = 2) -> DiskFigu
             file.flush()
             os.fsync(file.fileno())
             written.append(time.perf_counter() - started_at)
-            if hasattr(os, "posix_fadvise"):  # else it would be read from memory
+            if hasattr(os, "posix_fadvise"):  # else it would be read from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             started_at = time.perf_counter()
             while file.read(_CHUNK):
                 pass
             read.append(time.perf_counter() - started_at)
-    whole = max(size // len(chunk), 1) * len(chunk)
-    return DiskFigures(write_bytes_per_s=whole / min(written), read_bytes_per_s=whole / min(read))
+    total = max(size // len(chunk), 1) * len(chunk)
+    return DiskFigures(write_bytes_per_s=total / min(written), read_bytes_per_s=total / min(read))

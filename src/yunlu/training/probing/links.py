@@ -1,7 +1,7 @@
-"""Time two workers of this machine that exchange arrays, and one that only starts.
+"""Benchmark of worker start-up and of the link between two workers of this machine.
 
-``python -m yunlu.training.probing.links STORE`` is the second worker: it says how long it took to
-start, then answers until the first is done.
+``python -m yunlu.training.probing.links STORE`` is the second worker: it reports how long it took to
+start, then takes part in the exchange.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 ROUNDS = 12
 _TIMEOUT_S = 20
 _DROPPED = 2
-"""The first rounds of each size connect and allocate."""
+"""Warm-up rounds of each size: they connect and allocate."""
 
 
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.links")
 
 
 class WorkerGoneError(Exception):
-    """The second worker ended before it said anything."""
+    """The second worker ended before it reported anything."""
 
 
 def measure_start_and_link(
     sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
 ) -> tuple[StartFigures, LinkFigures | None]:
-    """Start a second worker, then exchange arrays with it; no link where that fails."""
+    """Start a second worker, then exchange arrays with it; no link figures if that fails."""
     with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
         store = str(Path(directory) / "store")
         began_at = time.time()
@@ -52,22 +52,22 @@ def measure_start_and_link(
             line = child.stdout.readline()
             if not line:
                 raise WorkerGoneError
-            said: dict[str, float] = json.loads(line)
+            report: dict[str, float] = json.loads(line)
             try:
                 link = exchange(0, store, sizes, rounds)
-            except RuntimeError:  # as every failure of an exchange is in torch
+            except RuntimeError:  # torch raises it for every failure of a collective
                 link = None
     start = StartFigures(
-        torch_s=said["torch_at"] - began_at,
-        worker_s=said["worker_at"] - began_at,
-        cpu_s=said["cpu_s"],
-        resident_bytes=said["resident_bytes"],
+        torch_s=report["torch_at"] - began_at,
+        worker_s=report["worker_at"] - began_at,
+        cpu_s=report["cpu_s"],
+        resident_bytes=report["resident_bytes"],
     )
     return start, link
 
 
 def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFigures | None:
-    """Both workers call this; the first gets the figures."""
+    """Time collectives between both workers; returns the figures on the first."""
     is_gpu = torch.cuda.device_count() > 1
     backend = "nccl" if is_gpu else "gloo"
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
@@ -84,9 +84,9 @@ def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFi
         for size in sizes:
             array = torch.zeros(max(size // 4, 1), device=device)
             sums_s.append(_best(partial(dist.all_reduce, array), rounds, device))
-            # There and back again, of which one way is half.
-            there_s = _best(partial(_send_and_return, array, rank), rounds, device)
-            sends_s.append(there_s / 2)
+            # Half of a round trip.
+            round_trip_s = _best(partial(_send_and_return, array, rank), rounds, device)
+            sends_s.append(round_trip_s / 2)
     finally:
         dist.destroy_process_group()
     if rank:
@@ -126,16 +126,16 @@ def main(store: str, sizes: str, rounds: str) -> int:
     worker_at = time.time()
     import_module("torch.utils.tensorboard")
     layer = torch.nn.Linear(64, 64)
-    layer(torch.randn(64, 64)).sum().backward()  # kernels take memory of their own
+    layer(torch.randn(64, 64)).sum().backward()  # allocates the kernels' memory
     process = psutil.Process()
     spent = process.cpu_times()
-    said = {
+    report = {
         "torch_at": torch_at,
         "worker_at": worker_at,
         "cpu_s": spent.user + spent.system,
         "resident_bytes": process.memory_info().rss,
     }
-    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
     exchange(1, store, json.loads(sizes), int(rounds))
     return 0

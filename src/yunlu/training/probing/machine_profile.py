@@ -1,4 +1,4 @@
-"""What a plan needs to know of this machine, measured now where nobody has."""
+"""The profile of this machine, measured now if it is not stored."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 
 
 def load_or_measure(machine: Machine) -> MachineProfile:
-    """What is stored, or a quick look that then is."""
-    found = load_profile(machine)
-    if found is None:
-        found = _measure_in_subprocess()
-        save_profile(found)
-    return found
+    """The stored profile; else a quick measurement, which is then stored."""
+    profile = load_profile(machine)
+    if profile is None:
+        profile = _measure_in_subprocess()
+        save_profile(profile)
+    return profile
 
 
 def _measure_in_subprocess() -> MachineProfile:
-    """In a process of its own: arrays that were timed here would count in the run's peak of memory."""
+    """Measure in a subprocess: benchmark arrays would count in the run's peak memory."""
     with start_child([*_PROGRAM, "--threads", str(torch.get_num_threads())], quiet=True) as child:
         assert child.stdout is not None
         for line in child.stdout:

@@ -1,8 +1,8 @@
-"""Measure this machine, whole or in a hurry.
+"""Benchmarks of this machine, complete or quick.
 
-``python -m yunlu.training.probing.measure [--quick] [--threads N]`` does it for rooms that must not
+``python -m yunlu.training.probing.measure [--quick] [--threads N]`` runs them for packages that must not
 import torch, and for runs whose memory is measured: a JSON line for each part as it begins, and one with
-the figures at the end. It ends when its standard input does.
+the profile at the end. It ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from yunlu.training.probing.microbenchmarks import Bench
 
     Part = tuple[str, Callable[[], dict[str, Any]]]
-    Told = Callable[[str, int, int], None]
+    ProgressCallback = Callable[[str, int, int], None]
 
 _ARRAY_BYTES = 64 << 20
 _QUICK_ARRAY_BYTES = 16 << 20
@@ -53,24 +53,24 @@ _BUDGET_S = 0.06
 _MOVES: tuple[Kind, ...] = ("stream", "function", "random", "update")
 
 
-def measure_machine(*, quick: bool = False, told: Told | None = None) -> MachineProfile:
-    """All figures: in under a minute, or in about a second those that a plan needs at once."""
-    with torch.random.fork_rng(devices=[]):  # a run that begins here draws what it would have drawn
-        return _measure(quick=quick, told=told)
+def measure_machine(*, quick: bool = False, on_part: ProgressCallback | None = None) -> MachineProfile:
+    """All benchmarks in under a minute, or those a plan needs first in about a second."""
+    with torch.random.fork_rng(devices=[]):  # a run in this process keeps its random numbers
+        return _measure(quick=quick, on_part=on_part)
 
 
-def _measure(*, quick: bool, told: Told | None) -> MachineProfile:
+def _measure(*, quick: bool, on_part: ProgressCallback | None) -> MachineProfile:
     began_at, machine = time.perf_counter(), probe_machine()
     device = machine.best_device
     parts = list(_parts(machine, quick=quick))
-    found: dict[str, Any] = {"paces": ()}
-    for place, (name, run) in enumerate(parts):
-        if told is not None:
-            told(name, place, len(parts))
+    figures: dict[str, Any] = {"paces": ()}
+    for index, (name, run) in enumerate(parts):
+        if on_part is not None:
+            on_part(name, index, len(parts))
         part = run()
-        found |= {**part, "paces": (*found["paces"], *part.get("paces", ()))}
-    found["paces"] = make_monotonic(found["paces"])
-    probed = MachineProfile(
+        figures |= {**part, "paces": (*figures["paces"], *part.get("paces", ()))}
+    figures["paces"] = make_monotonic(figures["paces"])
+    profile = MachineProfile(
         at=time.time(),
         took_s=time.perf_counter() - began_at,
         is_quick=quick,
@@ -82,10 +82,10 @@ def _measure(*, quick: bool, told: Told | None) -> MachineProfile:
         memory_bytes=machine.memory_bytes if device.kind == "cpu" else device.memory_bytes,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        **found,
+        **figures,
     )
     with with_threads(1), torch.enable_grad():
-        return measure_mixed(probed, bench_for(probed.kind, 1), trials=5 if quick else 25)
+        return measure_mixed(profile, bench_for(profile.kind, 1), trials=5 if quick else 25)
 
 
 def _parts(machine: Machine, *, quick: bool) -> Iterator[Part]:
@@ -96,24 +96,24 @@ def _parts(machine: Machine, *, quick: bool) -> Iterator[Part]:
     yield "calls of operators", lambda: {"call_s": _call_s(kind)}
     for count in threads:
         bench = bench_for(kind, count, budget_s=budget_s)
-        words = f", {count} thread{'s' if count > 1 else ''}" if kind == "cpu" else ""
+        label = f", {count} thread{'s' if count > 1 else ''}" if kind == "cpu" else ""
         for precision in _precisions(machine, quick=quick or count > 1):
             yield (
-                f"matrix products in {precision}{words}",
+                f"matrix products in {precision}{label}",
                 lambda b=bench, p=precision: {"paces": (_products(b, p, quick=quick),)},
             )
         yield (
-            f"convolutions{words}",
+            f"convolutions{label}",
             lambda b=bench: {"paces": measure_convolutions(b, CONVOLUTIONS)},
         )
         yield (
-            f"attention{words}",
+            f"attention{label}",
             lambda b=bench: {"paces": (measure_attention(b, ATTENTIONS),)},
         )
         for move in _MOVES:
             sizes = MOVED_BYTES[:-2] if quick else MOVED_BYTES
             yield (
-                f"{_MOVE_NAMES[move]}{words}",
+                f"{_MOVE_NAMES[move]}{label}",
                 lambda b=bench, m=move, s=sizes: {"paces": (measure_moves(b, m, s),)},
             )
     yield "memory bandwidth", lambda: _bandwidth(kind, max(threads), quick=quick)
@@ -132,7 +132,7 @@ _MOVE_NAMES = {
 def _precisions(machine: Machine, *, quick: bool) -> list[str]:
     device = machine.best_device
     if quick:
-        return ["fp32", *(each for each in device.fast_precisions if each in {"bf16", "fp16"})]
+        return ["fp32", *(name for name in device.fast_precisions if name in {"bf16", "fp16"})]
     tf32 = ["tf32"] if "tf32" in device.fast_precisions else []
     return ["fp32", *tf32, "bf16", "fp16"]
 
@@ -166,7 +166,7 @@ def _start_and_link() -> dict[str, Any]:
 
     try:
         start, link = measure_start_and_link()
-    except WorkerGoneError:  # the other figures stand without it
+    except WorkerGoneError:  # the other figures do not need it
         return {}
     return {"start": start, "link": link}
 
@@ -176,27 +176,27 @@ def _disk() -> dict[str, Any]:
 
     try:
         return {"disk": measure_disk(read_settings().home)}
-    except OSError:  # read-only or full: the other figures stand without it
+    except OSError:  # read-only or full: the other figures do not need it
         return {}
 
 
 def main() -> int:
-    """Measure, telling each part, and store it."""
+    """Run the benchmarks with progress on standard output, and store the profile."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--threads", type=int)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     end_with_parent()
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
 
-    def tell(name: str, place: int, of: int) -> None:
-        sys.stdout.write(json.dumps({"part": name, "place": place, "of": of}) + "\n")
+    def print_part(name: str, index: int, of: int) -> None:
+        sys.stdout.write(json.dumps({"part": name, "place": index, "of": of}) + "\n")
         sys.stdout.flush()
 
-    probed = measure_machine(quick=asked.quick, told=tell)
-    save_profile(probed)
-    sys.stdout.write(json.dumps({"probed": probed.model_dump(mode="json")}) + "\n")
+    profile = measure_machine(quick=arguments.quick, on_part=print_part)
+    save_profile(profile)
+    sys.stdout.write(json.dumps({"probed": profile.model_dump(mode="json")}) + "\n")
     return 0
 
 

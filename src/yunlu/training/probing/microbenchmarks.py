@@ -1,4 +1,4 @@
-"""Time operators of each kind over their sizes: the best of short trials, and how far they spread."""
+"""Microbenchmarks of operators by kind and size: best time of short trials, and their spread."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 PRODUCT_SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 GPU_PRODUCT_SIDES = (32, 128, 512, 1024, 2048, 4096, 8192)
 MOVED_BYTES = tuple(3 << shift for shift in (12, 15, 18, 20, 22, 24, 25))
-"""From what the nearest cache holds to what none does."""
+"""From L1 cache size to beyond the last-level cache."""
 CONVOLUTIONS = ((8, 8, 4), (16, 8, 32), (32, 8, 32), (32, 16, 32), (64, 16, 32))
-"""Channels, pixels of a side, samples."""
+"""Channels, image side, samples."""
 ATTENTIONS = ((4, 2, 8, 16), (32, 4, 16, 16), (16, 4, 64, 24), (16, 4, 128, 32))
-"""Samples, heads, tokens, width of a head."""
+"""Samples, heads, tokens, head width."""
 ROW_FLOPS = 5000
 _FAR_BYTES = 16 << 20
 _MOST_COPIES = 64
 _LONG_S = 0.1
-"""Where the best trial is this long it says enough of its kind: larger ones are left out."""
+"""Larger sizes are skipped once the best trial takes this long."""
 _FEWEST_TRIALS = 3
-"""One may be disturbed, two may be by the same."""
+"""Fewer may all be disturbed by the same load."""
 _FEWEST_SIZES = 3
-"""Without some sizes there is no curve, however slow the machine."""
+"""Sizes needed for a curve, however slow the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how to time."""
+    """Device, thread count, clock and budget of a benchmark."""
 
     kind: str = "cpu"
     budget_s: float = 0.1
-    """For the trials of one size."""
+    """Seconds for the trials of one size."""
     trials: int = 40
     threads: int = 1
     clock: Callable[[], float] = field(default=time.perf_counter)
@@ -57,16 +57,16 @@ class Bench:
         """Where the operators run."""
         return torch.device(self.kind)
 
-    def settle(self) -> None:
-        """Wait for what a GPU still has to do."""
+    def synchronize(self) -> None:
+        """Wait for pending GPU work."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
         elif self.kind == "mps":
             torch.mps.synchronize()
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
-        """The best trial, and by which share the median one is slower."""
-        self._once(run)  # kernels are chosen, memory is allocated
+        """Best time, and the relative excess of the median."""
+        self._once(run)  # warm-up: selects kernels, allocates memory
         spans: list[float] = []
         while len(spans) < _FEWEST_TRIALS or (
             len(spans) < self.trials and sum(spans) < self.budget_s
@@ -78,20 +78,20 @@ class Bench:
     def _once(self, run: Callable[[], object]) -> float:
         started_at = self.clock()
         run()
-        self.settle()
+        self.synchronize()
         return self.clock() - started_at
 
 
 def bench_for(kind: str, threads: int, *, budget_s: float = 0.1) -> Bench:
-    """One thread is timed by its own clock: what others do to it does not count. More are by the wall."""
-    own = kind == "cpu" and threads == 1
-    clock = time.thread_time if own else time.perf_counter
+    """A bench; one thread uses its CPU clock, immune to other load, several use wall time."""
+    uses_thread_clock = kind == "cpu" and threads == 1
+    clock = time.thread_time if uses_thread_clock else time.perf_counter
     return Bench(kind=kind, budget_s=budget_s, threads=threads, clock=clock)
 
 
 @contextmanager
 def with_threads(count: int) -> Generator[None]:
-    """Compute with so many threads meanwhile."""
+    """Compute with ``count`` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -112,29 +112,29 @@ def measure_products(bench: Bench, precision: str, sides: Sequence[int]) -> Kern
             left, right = (torch.randn(side, side).to(bench.device, dtype) for _ in range(2))
             return lambda: left @ right
 
-        return 2.0 * side**3, _several(one, 8 * side * side)
+        return 2.0 * side**3, _copies(one, 8 * side * side)
 
     with tf32_products() if precision == "tf32" else nullcontext():
-        return _pace(bench, "product", sides, make, precision=precision)
+        return _time_sizes(bench, "product", sides, make, precision=precision)
 
 
 def measure_convolutions(
     bench: Bench, shapes: Sequence[tuple[int, int, int]]
 ) -> tuple[KernelTiming, KernelTiming]:
-    """Three by three, as images have them: forward, and the gradients of both sides."""
+    """Convolutions with 3x3 kernels: forward, and backward for inputs and weights."""
 
-    def parts(shape: tuple[int, int, int]) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def tensors(shape: tuple[int, int, int]) -> tuple[float, torch.Tensor, torch.Tensor]:
         channels, side, samples = shape
         images = torch.randn(samples, channels, side, side, device=bench.device)
         weights = torch.randn(channels, channels, 3, 3, device=bench.device)
         return 2.0 * samples * (channels * side * 3) ** 2, images, weights
 
     def forward(shape: tuple[int, int, int]) -> tuple[float, list[Run]]:
-        flops, images, weights = parts(shape)
+        flops, images, weights = tensors(shape)
         return flops, [lambda: functional.conv2d(images, weights, padding=1)]
 
     def backward(shape: tuple[int, int, int]) -> tuple[float, list[Run]]:
-        flops, images, weights = parts(shape)
+        flops, images, weights = tensors(shape)
         both = [True, True, False]
         run = lambda: torch.ops.aten.convolution_backward(
             images, images, weights, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, both
@@ -142,34 +142,34 @@ def measure_convolutions(
         return 2 * flops, [run]
 
     return (
-        _pace(bench, "convolution", shapes, forward),
-        _pace(bench, "convolution_back", shapes, backward),
+        _time_sizes(bench, "convolution", shapes, forward),
+        _time_sizes(bench, "convolution_back", shapes, backward),
     )
 
 
 def measure_attention(bench: Bench, shapes: Sequence[tuple[int, int, int, int]]) -> KernelTiming:
-    """Torch's own kernel, forward; sized as ``attention_size`` says."""
+    """Torch's attention kernel, forward; sizes by ``attention_size``."""
 
     def make(shape: tuple[int, int, int, int]) -> tuple[float, list[Run]]:
         query = torch.randn(shape, device=bench.device)
         run = lambda: functional.scaled_dot_product_attention(query, query, query)
         return attention_size(shape, shape[2], products=2), [run]
 
-    return _pace(bench, "attention", shapes, make)
+    return _time_sizes(bench, "attention", shapes, make)
 
 
 def attention_size(query: Sequence[int], keys: int, *, products: int) -> float:
-    """FLOPs of attention, and what each row costs besides: softmax, and loops too short to be fast."""
+    """FLOPs of attention, with an equivalent per row for softmax and short loops."""
     rows = math.prod(query[:-1])
     return float(products * rows * (2 * keys * query[-1] + ROW_FLOPS))
 
 
 def measure_moves(bench: Bench, kind: Kind, moved_bytes: Sequence[int]) -> KernelTiming:
-    """Operators on numbers side by side: a sum, a function, drawn numbers, an update."""
-    each = {"stream": 12, "function": 8, "random": 8, "update": 28}[kind]
+    """Elementwise operators: a sum, a function, random numbers, an optimiser update."""
+    bytes_each = {"stream": 12, "function": 8, "random": 8, "update": 28}[kind]
 
     def make(size: int) -> tuple[float, list[Run]]:
-        numbers = max(size // each, 1)
+        numbers = max(size // bytes_each, 1)
 
         def one() -> Run:
             a, b = (torch.rand(numbers, device=bench.device) for _ in range(2))
@@ -179,14 +179,14 @@ def measure_moves(bench: Bench, kind: Kind, moved_bytes: Sequence[int]) -> Kerne
                 return lambda: a.bernoulli_(0.9)
             return _update(a, b) if kind == "update" else lambda: a + b
 
-        return float(each * numbers), _several(one, size)
+        return float(bytes_each * numbers), _copies(one, size)
 
-    return _pace(bench, kind, moved_bytes, make)
+    return _time_sizes(bench, kind, moved_bytes, make)
 
 
-def _several(make: Callable[[], Run], own_bytes: float) -> list[Run]:
-    """As many as no near cache holds: an operator in a model finds little of what it needs there."""
-    count = int(min(max(_FAR_BYTES / own_bytes, 1), _MOST_COPIES))
+def _copies(make: Callable[[], Run], copy_bytes: float) -> list[Run]:
+    """Enough copies to exceed the cache: operators in a model find little of their data there."""
+    count = int(min(max(_FAR_BYTES / copy_bytes, 1), _MOST_COPIES))
     return [make() for _ in range(count)]
 
 
@@ -208,7 +208,7 @@ def measure_bandwidth(bench: Bench, array_bytes: int) -> tuple[float, float]:
     return 12 * numbers / best, spread
 
 
-def _pace(
+def _time_sizes(
     bench: Bench,
     kind: Kind,
     shapes: Sequence[Any],
@@ -216,23 +216,23 @@ def _pace(
     *,
     precision: str = "fp32",
 ) -> KernelTiming:
-    found: list[tuple[float, float, float]] = []
+    timings: list[tuple[float, float, float]] = []
     with with_threads(bench.threads):
         for shape in shapes:
             size, runs = make(shape)
             turns = cycle(runs)
             best, spread = bench.time(lambda turns=turns: next(turns)())
-            found.append((size, best, spread))
-            if best > _LONG_S and len(found) > _FEWEST_SIZES:
+            timings.append((size, best, spread))
+            if best > _LONG_S and len(timings) > _FEWEST_SIZES:
                 break
-    found.sort()
-    sizes, seconds, spreads = zip(*found, strict=True)
+    timings.sort()
+    sizes, seconds, spreads = zip(*timings, strict=True)
     return KernelTiming(
         kind=kind,
         precision=precision,
         threads=bench.threads,
         sizes=sizes,
-        # A larger one that seems faster was only disturbed less.
+        # A larger size that seems faster was only disturbed less.
         seconds=tuple(min(seconds[i:]) for i in range(len(seconds))),
-        spread=median(each for each in spreads if math.isfinite(each)),
+        spread=median(spread for spread in spreads if math.isfinite(spread)),
     )

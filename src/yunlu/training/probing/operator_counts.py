@@ -1,4 +1,4 @@
-"""Which operators a model runs, and how large each is: counted while it computes, not timed."""
+"""Counts of a model's operators by kind and size, recorded while it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from yunlu.training.training_inputs import TrainingInputs
 
 _COUNTED_S = 0.01
-"""What may be computed once more only to count it."""
+"""Seconds of computation that counting may cost."""
 
 _FUNCTIONS = frozenset(
     [
@@ -83,34 +83,34 @@ _NOTHING_COMPUTED = frozenset(
 
 
 def count_operators(run: Callable[[], object]) -> tuple[Operators, ...]:
-    """Every operator that ``run`` calls; works on real tensors and leaves them be."""
-    with _Count() as count:
+    """Count every operator that ``run`` calls; does not change results."""
+    with _OperatorCounter() as counter:
         run()
     return tuple(
-        Operators(kind=kind, size=size, calls=calls) for (kind, size), calls in count.found.items()
+        Operators(kind=kind, size=size, calls=calls) for (kind, size), calls in counter.counts.items()
     )
 
 
-class _Count(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[tuple[Kind, float]] = Counter()
+        self.counts: Counter[tuple[Kind, float]] = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip the compiler torch would load it: a second and a half for nothing
+        return False  # skipping Dynamo would import it: a second and a half
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        given = kwargs or {}
-        result = func(*args, **given)
-        self.found[_weigh(func, args, given, result)] += 1
+        arguments = kwargs or {}
+        result = func(*args, **arguments)
+        self.counts[_classify(func, args, arguments, result)] += 1
         return result
 
 
-def _weigh(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[Kind, float]:
+def _classify(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[Kind, float]:
     packet = func._overloadpacket
     name: str = packet.__name__
     if func.is_view or name in _NOTHING_COMPUTED:
@@ -136,7 +136,7 @@ def _bytes(values: Iterable[Any]) -> Iterator[int]:
         if isinstance(value, Tensor):
             if 0 not in value.stride():
                 yield value.nbytes
-            else:  # what is spread from one number (an expanded gradient) was never written
+            else:  # an expanded tensor was never written in full
                 steps = zip(value.shape, value.stride(), strict=True)
                 yield math.prod(size for size, step in steps if step) * value.element_size()
         elif isinstance(value, list | tuple):
@@ -144,21 +144,21 @@ def _bytes(values: Iterable[Any]) -> Iterator[int]:
 
 
 def _attention_size(args: Any, *, is_backward: bool) -> float:
-    """Two products forward, five backward (Dao 2023, section 3.1); what a mask hides is computed."""
-    tensors = [each for each in args if isinstance(each, Tensor)]
+    """Two products forward, five backward (Dao 2023, section 3.1); masked positions are computed."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
     query, key = tensors[1:3] if is_backward else tensors[0:2]
     return attention_size(query.shape, key.shape[-2], products=5 if is_backward else 2)
 
 
 def count_step(
-    job: Job, parts: TrainingInputs, meter: ModelTimer, settings: StepSettings, *, sample_s: float
+    job: Job, inputs: TrainingInputs, timer: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> OperatorWork:
-    """A step's operators, as the run's own first samples give them."""
-    model = parts.model
+    """Operators of a step, counted on the first samples of the run."""
+    model = inputs.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     trained = sum(weight.numel() for weight in weights)
     return OperatorWork(
-        passed=_count_pass(model, meter, settings, sample_s=sample_s),
+        passed=_count_pass(model, timer, settings, sample_s=sample_s),
         update=update_operators(
             settings.kernel,
             gradient_bytes=4.0 * trained,
@@ -171,21 +171,21 @@ def count_step(
 
 
 def _count_pass(
-    model: nn.Module, meter: ModelTimer, settings: StepSettings, *, sample_s: float
+    model: nn.Module, timer: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> Pass:
-    load_s, few = meter.load_s_per_sample, max(1, int(_COUNTED_S / max(sample_s, 1e-9)))
+    load_s, few = timer.load_s_per_sample, max(1, int(_COUNTED_S / max(sample_s, 1e-9)))
     counted = settings.model_copy(update={"micro_batch": min(settings.micro_batch, few)})
-    batch = meter.micros(counted)[0]
-    meter.load_s_per_sample = load_s  # small batches cost more per sample to fetch
+    batch = timer.micros(counted)[0]
+    timer.load_s_per_sample = load_s  # small batches cost more per sample to fetch
     model.zero_grad(set_to_none=True)
-    found = count_operators(lambda: meter.backward(settings, batch))
-    whole = meter.micros(settings)
-    numbers = sum(map(_numbers, whole)) / len(whole)
-    ratio = numbers / max(_numbers(batch), 1)
-    return Pass(samples=settings.micro_batch, operators=enlarge(found, ratio))
+    counts = count_operators(lambda: timer.backward(settings, batch))
+    micros = timer.micros(settings)
+    numbers = sum(map(_input_size, micros)) / len(micros)
+    ratio = numbers / max(_input_size(batch), 1)
+    return Pass(samples=settings.micro_batch, operators=enlarge(counts, ratio))
 
 
-def _numbers(batch: Batch) -> int:
-    """How much goes in: a batch of few is padded less than one of many."""
-    inputs = batch.inputs
-    return sum(each.numel() for each in (inputs.values() if isinstance(inputs, dict) else inputs))
+def _input_size(batch: Batch) -> int:
+    """Number of input values: a small batch has less padding than a large one."""
+    tensors = batch.inputs
+    return sum(value.numel() for value in (tensors.values() if isinstance(tensors, dict) else tensors))

@@ -1,4 +1,4 @@
-"""What was measured before: the machine's figures, and what runs have taught about them."""
+"""Stored machine profiles, and the calibration learned from runs."""
 
 from __future__ import annotations
 
@@ -34,59 +34,59 @@ if TYPE_CHECKING:
 
 
 _OWN_LOAD = 0.5
-"""What a worker that started some seconds ago is in that mean, and what any machine does besides."""
+"""Share of the load average caused by this worker's start, and by any idle machine."""
 
 
 def profile_files() -> tuple[Path, ...]:
-    """Where the figures of this machine are kept, and where an earlier version kept them."""
+    """Profile files of this machine: the current one, and those of earlier versions."""
     folder = read_settings().cache / FOLDER
     return tuple(folder / name for name in file_names(cpu_name(), socket.gethostname()))
 
 
 def load_profile(machine: Machine) -> MachineProfile | None:
-    """What was measured of the best device with the torch and the threads at hand."""
+    """The profile of the best device for this torch version and thread count; None if missing."""
     device, threads = machine.best_device, torch.get_num_threads()
-    probes: list[MachineProfile] = []
+    profiles: list[MachineProfile] = []
     for path in profile_files():
         with suppress(OSError):
-            probes += parse_profiles(path.read_bytes())
+            profiles += parse_profiles(path.read_bytes())
     alike = [
-        each
-        for each in probes
-        if (each.kind, each.device) == (device.kind, device.name)
-        and is_same_version(each.torch, torch.__version__)
-        and each.knows(threads)
+        profile
+        for profile in profiles
+        if (profile.kind, profile.device) == (device.kind, device.name)
+        and is_same_version(profile.torch, torch.__version__)
+        and profile.knows(threads)
     ]
     return choose_profile(alike, threads=threads)
 
 
-def save_profile(probed: MachineProfile) -> None:
-    """Store it among those of other devices and versions; without a place for it, do nothing."""
+def save_profile(profile: MachineProfile) -> None:
+    """Store a profile beside those of other devices and versions; ignores write errors."""
     path = profile_files()[0]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path):
+        with _locked(path):
             before = parse_profiles(path.read_bytes()) if path.exists() else ()
-            write_atomically(path, dump_profiles(with_profile(before, probed)))
+            write_atomically(path, dump_profiles(with_profile(before, profile)))
 
 
 @contextmanager
-def _alone(path: Path) -> Generator[None]:
-    """Two that store at the same time must not lose what the other found."""
+def _locked(path: Path) -> Generator[None]:
+    """Exclusive lock: concurrent writers must not lose each other's profiles."""
     with path.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def background_load(machine: Machine) -> float:
-    """How many cores others keep busy, by the system's mean of the last minute; a GPU is one's own."""
+    """Cores kept busy by other processes, by the 1-minute load average; 0 on a GPU."""
     if machine.best_device.kind != "cpu":
         return 0.0
     return max(psutil.getloadavg()[0] - _OWN_LOAD, 0.0)
 
 
 def load_calibration() -> Calibration:
-    """What runs have taught; nothing where there were none."""
+    """The stored calibration; empty if there is none."""
     try:
         text = (read_settings().cache / learnt.FILE).read_bytes()
     except OSError:

@@ -123,7 +123,7 @@ def test_speeds_are_measured_once_for_each_device_and_number_of_threads(
 
 def test_speeds_measured_afresh_are_the_ones_remembered(measured: list[str]) -> None:
     first = probe.measured_speeds(CPU)
-    second = probe.measured_speeds(CPU, afresh=True)
+    second = probe.measured_speeds(CPU, ignore_cache=True)
     assert first != second
     assert probe.measured_speeds(CPU) == second
     assert len(measured) == 2

@@ -58,6 +58,8 @@ def plot(
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         draw_on(figure, axes)
+        if not heights:
+            axes.label_outer()  # one axis for all
     file = io.BytesIO()
     canvas.savefig(file, format=format, dpi=dpi, bbox_inches="tight")
     return file.getvalue()

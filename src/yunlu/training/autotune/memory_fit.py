@@ -48,7 +48,9 @@ def fit_memory(
     """The largest micro-batch that fits; recomputes activations if not even one sample fits."""
     apply_recompute(model, first.recompute)
     saved_bytes, size = with_less_memory(
-        lambda size: _measure_activations(timer, first.model_copy(update={"micro_batch": size}), model),
+        lambda size: _measure_activations(
+            timer, first.model_copy(update={"micro_batch": size}), model
+        ),
         min(_MEASURED_SAMPLES, batch),
         undo=lambda: model.zero_grad(set_to_none=True),
         on_shrink=lambda _size, _message: None,
@@ -65,7 +67,9 @@ def fit_memory(
         settings = first.model_copy(update={"recompute": mode, "recompute_share": share})
         without = peak_bytes["none"]
         per_sample *= (without + share * (peak_bytes[mode] - without)) / without
-        reasons["recompute"] = f"{share:.0%} of the blocks: otherwise a micro-batch of {fewest} does not fit"
+        reasons["recompute"] = (
+            f"{share:.0%} of the blocks: otherwise a micro-batch of {fewest} does not fit"
+        )
     micro = choose_micro_batch(job, batch=batch, room_bytes=room_bytes, bytes_per_sample=per_sample)
     return MemoryFit(
         settings=settings.model_copy(update={"micro_batch": micro}),

@@ -109,7 +109,11 @@ def search(
 
 
 def _reason(
-    knob: Knob, before: StepSettings, tried: list[tuple[float, StepSettings, float]], *, is_adopted: bool
+    knob: Knob,
+    before: StepSettings,
+    tried: list[tuple[float, StepSettings, float]],
+    *,
+    is_adopted: bool,
 ) -> str:
     speedup, option, _ = max(tried, key=lambda one: one[0])
     now = getattr(before, knob.field)

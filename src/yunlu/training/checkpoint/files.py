@@ -150,7 +150,9 @@ def entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
     published: list[CheckpointEntry] = []
     for name in storage.published():
         try:
-            published.append(_entry(storage, name, parse_manifest(storage.get(name, MANIFEST), name)))
+            published.append(
+                _entry(storage, name, parse_manifest(storage.get(name, MANIFEST), name))
+            )
         except CheckpointError:
             continue
     return sorted(published, key=lambda entry: entry.step)

@@ -46,7 +46,9 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """Size and checksum by name."""
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    stored_shards: dict[str, list[StoredShard]] = field(default_factory=dict[str, list[StoredShard]])
+    stored_shards: dict[str, list[StoredShard]] = field(
+        default_factory=dict[str, list[StoredShard]]
+    )
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +128,9 @@ class _ManifestParser:
         self._require(
             stored.file in files and stored.file != STATE, f"{name!r} is in an unknown file"
         )
-        self._require(len(region.offset) == len(region.size) == len(shape), f"{name!r} is cut wrongly")
+        self._require(
+            len(region.offset) == len(region.size) == len(shape), f"{name!r} is cut wrongly"
+        )
         inside = all(
             start + length <= end
             for start, length, end in zip(region.offset, region.size, shape, strict=True)

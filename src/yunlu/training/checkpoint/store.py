@@ -261,7 +261,9 @@ class CheckpointStore:
         storage, group = self._storage, self._group
         directory = storage.begin(snapshot.step, token)
         try:
-            files.write_part(storage, directory, group, shards, groups=groups, between=self._check_abandoned)
+            files.write_part(
+                storage, directory, group, shards, groups=groups, between=self._check_abandoned
+            )
             if not group.is_leader:
                 return None
             return files.publish(

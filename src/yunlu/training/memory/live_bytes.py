@@ -41,7 +41,9 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        argument_storages = {_key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
+        argument_storages = {
+            _key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)
+        }
         for value in tree_iter(result):
             # Views and in-place results own no memory.
             if isinstance(value, Tensor) and _key(value) not in argument_storages:

@@ -118,7 +118,9 @@ class Adaptive:
             }
             is_range = self._next == "range"
             self._probe = (
-                RangeProbe(probed_modules) if is_range else FiniteProbe(self._models[0], self._candidates)
+                RangeProbe(probed_modules)
+                if is_range
+                else FiniteProbe(self._models[0], self._candidates)
             )
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # hooks must run in compiled models too

@@ -26,7 +26,9 @@ def find_candidates(model: nn.Module) -> dict[str, nn.Module]:
             continue
         is_leaf = next(module.children(), None) is None
         weights = module.parameters(recurse=False)
-        if isinstance(module, _LOWERED) or (is_leaf and any(_is_matrix(weight) for weight in weights)):
+        if isinstance(module, _LOWERED) or (
+            is_leaf and any(_is_matrix(weight) for weight in weights)
+        ):
             candidates[name] = module
     return candidates
 

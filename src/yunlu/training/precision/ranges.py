@@ -98,7 +98,9 @@ def read(measured: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[tuple[str
     """Read ranges from the device in one transfer."""
     if not measured:
         return {}
-    rows: list[list[float]] = torch.stack([merge(tensors) for tensors in measured.values()]).tolist()
+    rows: list[list[float]] = torch.stack(
+        [merge(tensors) for tensors in measured.values()]
+    ).tolist()
     return {
         key: ValueRange(top=top, counts=tuple(counts))
         for key, (top, *counts) in zip(measured, rows, strict=True)

@@ -53,7 +53,9 @@ _BUDGET_S = 0.06
 _MOVES: tuple[Kind, ...] = ("stream", "function", "random", "update")
 
 
-def measure_machine(*, quick: bool = False, on_part: ProgressCallback | None = None) -> MachineProfile:
+def measure_machine(
+    *, quick: bool = False, on_part: ProgressCallback | None = None
+) -> MachineProfile:
     """All benchmarks in under a minute, or those a plan needs first in about a second."""
     with torch.random.fork_rng(devices=[]):  # a run in this process keeps its random numbers
         return _measure(quick=quick, on_part=on_part)

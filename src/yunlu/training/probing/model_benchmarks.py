@@ -26,7 +26,9 @@ def measure_call(bench: Bench) -> float:
     layers: list[nn.Module] = []
     for _ in range(6):
         layers += [nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)]
-    run = _training_pass(nn.Sequential(*layers).to(bench.device), torch.randn(4, 8, device=bench.device))
+    run = _training_pass(
+        nn.Sequential(*layers).to(bench.device), torch.randn(4, 8, device=bench.device)
+    )
     operators = sum(operator.calls for operator in count_operators(run))
     best_s, spread = bench.time(run)
     # The median, not the best: disturbances occur in runs too.
@@ -39,7 +41,9 @@ def measure_mixed(profile: MachineProfile, bench: Bench, *, trials: int = 15) ->
         run = make(bench)
         counted = count_operators(run)
         # Time outside the factor: calls, and in the second model all but convolutions.
-        rest_s = operators_s(counted, profile.model_copy(update={field: 0.0}), threads=bench.threads)
+        rest_s = operators_s(
+            counted, profile.model_copy(update={field: 0.0}), threads=bench.threads
+        )
         alone_s = operators_s(
             counted, profile.model_copy(update={field: 1.0}), threads=bench.threads
         )

@@ -87,7 +87,8 @@ def count_operators(run: Callable[[], object]) -> tuple[Operators, ...]:
     with _OperatorCounter() as counter:
         run()
     return tuple(
-        Operators(kind=kind, size=size, calls=calls) for (kind, size), calls in counter.counts.items()
+        Operators(kind=kind, size=size, calls=calls)
+        for (kind, size), calls in counter.counts.items()
     )
 
 
@@ -188,4 +189,6 @@ def _count_pass(
 def _input_size(batch: Batch) -> int:
     """Number of input values: a small batch has less padding than a large one."""
     tensors = batch.inputs
-    return sum(value.numel() for value in (tensors.values() if isinstance(tensors, dict) else tensors))
+    return sum(
+        value.numel() for value in (tensors.values() if isinstance(tensors, dict) else tensors)
+    )

@@ -94,7 +94,10 @@ def test_undoing_half_a_step_leaves_the_other_half_alone() -> None:
             residual.store_residual(name, residual.buffer(name, 1).fill_(step))
     residual.store_residual("a", residual.buffer("a", 1).fill_(3.0))
     residual.revert()
-    assert {name: float(residuals) for name, residuals in residual.residuals.items()} == {"a": 2, "b": 2}
+    assert {name: float(residuals) for name, residuals in residual.residuals.items()} == {
+        "a": 2,
+        "b": 2,
+    }
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])

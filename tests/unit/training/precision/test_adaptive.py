@@ -116,12 +116,12 @@ def test_bad_data_and_masks_are_nobodys_fault(bad: float) -> None:
     model = Masked()
     inputs = torch.randn(2, 3, 8)
     inputs[0, 0, 0] = bad
-    look = FiniteProbe(model, find_candidates(model))
-    with look.watching(), Precision("fp16", CPU).forward():
+    probe = FiniteProbe(model, find_candidates(model))
+    with probe.hooks(), Precision("fp16", CPU).forward():
         model(inputs)
-    assert look.read_culprits() == []
+    assert probe.read_culprits() == []
     healthy = FiniteProbe(model, find_candidates(model))
-    with healthy.watching(), Precision("fp16", CPU).forward():
+    with healthy.hooks(), Precision("fp16", CPU).forward():
         model(torch.randn(2, 3, 8))
     assert healthy.read_culprits() == []
 
@@ -135,10 +135,10 @@ def test_overflow_is_put_down_to_where_it_starts() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Squared()), line(2, 2))
     with torch.no_grad():
         model[1][0].weight.fill_(0).fill_diagonal_(1e3)
-    look = FiniteProbe(model, find_candidates(model))
-    with look.watching(), Precision("fp16", CPU).forward():
+    probe = FiniteProbe(model, find_candidates(model))
+    with probe.hooks(), Precision("fp16", CPU).forward():
         model(torch.ones(1, 2) * 50)
-    assert look.read_culprits() == ["1.1"]  # not the layer before, the ones around, or after
+    assert probe.read_culprits() == ["1.1"]  # not the layer before, the ones around, or after
 
 
 def test_two_culprits_side_by_side_are_both_found() -> None:
@@ -152,10 +152,10 @@ def test_two_culprits_side_by_side_are_both_found() -> None:
             return self.left(low * 1e3) + self.right(low * 1e3) + low
 
     model = Fork()
-    look = FiniteProbe(model, find_candidates(model))
-    with look.watching(), Precision("fp16", CPU).forward():
+    probe = FiniteProbe(model, find_candidates(model))
+    with probe.hooks(), Precision("fp16", CPU).forward():
         model(torch.ones(1, 2))
-    assert look.read_culprits() == ["left", "right"]
+    assert probe.read_culprits() == ["left", "right"]
 
 
 def test_a_module_comes_back_when_its_numbers_fit_and_waits_longer_the_next_time() -> None:
@@ -200,7 +200,7 @@ def test_an_evaluation_between_two_steps_is_not_looked_at() -> None:
     with torch.no_grad(), run.precision.forward():
         assert run.model(inputs).dtype is torch.float16
     assert run.precision._adaptive is not None
-    assert run.precision._adaptive._look is None
+    assert run.precision._adaptive._probe is None
     run.take(1)
 
 
@@ -236,14 +236,14 @@ def test_a_look_changes_nothing_in_what_the_model_computes() -> None:
     plain.square().mean().backward()
     exact = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
     model.zero_grad()
-    look = RangeProbe(find_candidates(model))
-    with look.watching():
+    probe = RangeProbe(find_candidates(model))
+    with probe.hooks():
         seen = model(inputs)
     seen.square().mean().backward()
     assert torch.equal(seen, plain)
     found = [weight.grad for weight in model.parameters() if weight.grad is not None]
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
-    ranges = look.read_ranges()
+    ranges = probe.read_ranges()
     assert list(ranges) == ["0.0", "2.layer.self_attn", "2.layer.linear1", "2.layer.linear2"]
     for name, spans in ranges.items():
         assert {"weights", "inputs", "outputs", "output gradients", "weight gradients"} <= set(

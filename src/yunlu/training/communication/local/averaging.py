@@ -1,4 +1,4 @@
-"""Weights that each worker updates by itself, brought together now and then.
+"""Weights that each worker updates by itself, averaged now and then.
 
 All workers hold the same *anchor*: the weights they last agreed on. What a worker has learned is the way
 from there to its own weights. In an exchange all learn the mean of these ways, the anchor moves along it,
@@ -39,24 +39,24 @@ _TAGS = 1 << 32
 
 @dataclass(slots=True, eq=False)
 class _WeightPart:
-    """A stretch of all weights laid end to end, exchanged at a time."""
+    """A contiguous part of all weights, exchanged at a time."""
 
     whole: slice
     ours: slice
-    """The share of it whose mean we take."""
+    """The share of it whose mean this worker computes."""
     owed: Tensor
-    """What was left out of the means of our share."""
+    """Residual of the means of that share."""
     seen: Tensor
-    """Room for our weights as an exchange begins."""
+    """Buffer for the weights at the start of an exchange."""
     samples: float = 0.0
-    """Learned from since its last exchange."""
+    """Samples learned from since its last exchange."""
     weight: float = 1.0
-    """Of ours in that exchange: what it left out weighs as much."""
+    """This worker's samples in that exchange, the weight of its residual."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRound:
-    """An exchange under way."""
+    """An exchange in flight."""
 
     part: _WeightPart
     meeting: MeanExchange
@@ -64,15 +64,15 @@ class PendingRound:
     weight: float
     number: int
     becomes_anchor: bool
-    """Our weights are to be the anchor: they will not have moved meanwhile, or were not finite."""
+    """Copy the anchor to the weights: they have not moved meanwhile, or were not finite."""
     change: Tensor
-    """Our weights as the exchange begins; when it is over, what to add to them."""
+    """Weights at the start of the exchange; after it, the amount to add to them."""
     error: BaseException | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class WeightAveraging:
-    """Brings the weights of all workers together, by the rules; every worker calls it in the same steps.
+    """Averages the weights of all workers by the rules; called by all workers in the same steps.
 
     Args:
         weights: The same values on all workers. They may lie on any device.
@@ -89,10 +89,10 @@ class WeightAveraging:
         rules: LocalRules,
         *,
         codec: Codec | None = None,
-        mates: Transport | None = None,
+        site_transport: Transport | None = None,
     ) -> None:
         self.rules = rules
-        self._transport, self._mates = transport, mates
+        self._transport, self._site_transport = transport, site_transport
         self._meeting = MeanExchange(transport, codec or make_codec(rules.codec))
         self._weights = [_in_memory(weight) for weight in weights]
         length = sum(len(weight) for weight in self._weights)
@@ -101,18 +101,18 @@ class WeightAveraging:
         self._momentum = torch.zeros(length if rules.outer_momentum else 0)
         self._left_out = torch.zeros(length)
         self._parts = [self._make_part(number, length) for number in range(rules.parts)]
-        self._flights: list[PendingRound] = []
+        self._pending_rounds: list[PendingRound] = []
         self._begun = self._rounds = 0
         self._error: float | None = None
         self.exchange_s: float | None = None
-        """What the last exchange took, hidden or not."""
+        """Duration of the last exchange, overlapped or not."""
         self._waiting: queue.SimpleQueue[PendingRound | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
 
     @torch.no_grad()
     def after_update(self, step: int, *, samples: float = 1.0) -> None:
-        """Call when the optimiser has done a step, counted from 1; ends and begins exchanges.
+        """Called after each optimizer step, counted from 1; ends and begins exchanges.
 
         Args:
             step: The one just done.
@@ -131,7 +131,7 @@ class WeightAveraging:
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool = False) -> None:
-        """Bring everything together now: afterwards all workers hold the same weights, to the bit.
+        """Average everything now: afterwards all workers hold bitwise equal weights.
 
         Before evaluating, saving, pausing and at the end; by all workers after the same step.
 
@@ -148,23 +148,23 @@ class WeightAveraging:
         self._write(0, self._anchor)
 
     @torch.no_grad()
-    def fall_back(self) -> None:
-        """Give up what is under way and return to the weights last agreed on.
+    def return_to_anchor(self) -> None:
+        """Abandon exchanges in flight and return to the anchor.
 
         After others were lost. Of those left some may have gone one exchange further (``rounds``): all
         go on from the weights of one who has gone furthest.
         """
         self.abort()
-        for flight in self._flights:
-            flight.is_over.wait()
-        self._flights.clear()
+        for pending_round in self._pending_rounds:
+            pending_round.is_over.wait()
+        self._pending_rounds.clear()
         for part in self._parts:
             part.samples = 0.0
         self._write(0, self._anchor)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the weights as they are now, the same on all workers, for what was agreed on."""
+        """Take the current weights, equal on all workers, as the anchor."""
         self._land_until(None)
         for part in self._parts:
             part.samples = 0.0
@@ -172,11 +172,11 @@ class WeightAveraging:
 
     @property
     def rounds(self) -> int:
-        """How often the anchor has moved."""
+        """Number of anchor updates."""
         return self._rounds
 
     def state(self) -> dict[str, Tensor]:
-        """What to save besides the weights, once settled; the last two are zeros if that was exact."""
+        """State to save besides the weights, after ``synchronize``; the last two are zeros if that was exact."""
         owed = torch.zeros_like(self._anchor)
         for part in self._parts:
             owed[part.ours] = part.owed
@@ -189,7 +189,7 @@ class WeightAveraging:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what was saved, weights included; what is missing is taken as zeros."""
+        """Restore a state, weights included; missing entries are zeros."""
         self._anchor.copy_(state["anchor"])
         zeros = torch.zeros_like(self._anchor)
         if len(self._momentum):
@@ -202,8 +202,8 @@ class WeightAveraging:
         self._write(0, self._anchor)
 
     def traffic(self) -> Traffic:
-        """What went over the wires so far."""
-        mine, theirs = self._transport.traffic, self._mates.traffic if self._mates else Traffic()
+        """Bytes sent so far."""
+        mine, theirs = self._transport.traffic, self._site_transport.traffic if self._site_transport else Traffic()
         return Traffic(
             mine.sent_bytes + theirs.sent_bytes,
             mine.received_bytes + theirs.received_bytes,
@@ -211,24 +211,24 @@ class WeightAveraging:
         )
 
     def error(self) -> float | None:
-        """How much packing left out last, of what was to be sent; none where nothing is packed."""
+        """Relative compression error of the last exchange; None without a codec."""
         return self._error
 
     def abort(self) -> None:
-        """End every wait with an error, now and later; from any thread."""
+        """Abort all current and later waits; from any thread."""
         self._transport.abort()
-        if self._mates is not None:
-            self._mates.abort()
+        if self._site_transport is not None:
+            self._site_transport.abort()
 
     def close(self) -> None:
-        """Hang up; what is under way is given up."""
-        if self._flights:
+        """Close the connections and abandon exchanges in flight."""
+        if self._pending_rounds:
             self.abort()
         self._waiting.put(None)
         self._thread.join()
         self._transport.close()
-        if self._mates is not None:
-            self._mates.close()
+        if self._site_transport is not None:
+            self._site_transport.close()
 
     def _make_part(self, number: int, length: int) -> _WeightPart:
         whole = share_of(length, number, self.rules.parts)
@@ -243,7 +243,7 @@ class WeightAveraging:
 
     def _begin(self, part: _WeightPart, meeting: MeanExchange, *, step: int, delay: int) -> None:
         part.weight = part.samples or part.weight
-        flight = PendingRound(
+        pending_round = PendingRound(
             part,
             meeting,
             lands_at=step + delay,
@@ -254,74 +254,74 @@ class WeightAveraging:
         )
         self._begun += 1
         part.samples = 0.0
-        self._flights.append(flight)
-        self._waiting.put(flight)
+        self._pending_rounds.append(pending_round)
+        self._waiting.put(pending_round)
 
     def _land_until(self, step: int | None) -> None:
-        """End the exchanges that are to end by this step; all, if none is named."""
-        while self._flights and (step is None or self._flights[0].lands_at <= step):
-            flight = self._flights[0]
-            flight.is_over.wait()
-            if flight.error is not None:
-                raise flight.error
-            self._flights.pop(0)
-            if flight.becomes_anchor:
-                self._write(flight.part.whole.start, self._anchor[flight.part.whole])
+        """Finish the exchanges due by this step; all if None."""
+        while self._pending_rounds and (step is None or self._pending_rounds[0].lands_at <= step):
+            pending_round = self._pending_rounds[0]
+            pending_round.is_over.wait()
+            if pending_round.error is not None:
+                raise pending_round.error
+            self._pending_rounds.pop(0)
+            if pending_round.becomes_anchor:
+                self._write(pending_round.part.whole.start, self._anchor[pending_round.part.whole])
             else:
-                self._add(flight.part.whole.start, flight.change)
+                self._add(pending_round.part.whole.start, pending_round.change)
 
     def _serve(self) -> None:
-        while (flight := self._waiting.get()) is not None:
+        while (pending_round := self._waiting.get()) is not None:
             began_at = time.perf_counter()
             try:
-                self._meet(flight)
+                self._meet(pending_round)
                 self.exchange_s = time.perf_counter() - began_at
-            except BaseException as error:  # noqa: BLE001 - it is raised where the exchange is waited for
-                flight.error = error
-                self.abort()  # the others are not to wait for us
-            flight.is_over.set()
+            except BaseException as error:  # noqa: BLE001 - raised where the exchange is waited for
+                pending_round.error = error
+                self.abort()  # peers must not wait for this worker
+            pending_round.is_over.set()
 
     @torch.no_grad()
-    def _meet(self, flight: PendingRound) -> None:
-        part = flight.part
+    def _meet(self, pending_round: PendingRound) -> None:
+        part = pending_round.part
         anchor, learned = self._anchor[part.whole], self._left_out[part.whole]
-        learned.add_(flight.change).sub_(anchor)
+        learned.add_(pending_round.change).sub_(anchor)
         size = float(torch.linalg.vector_norm(learned))
         is_broken = not math.isfinite(size)
         if is_broken:
             learned.zero_()
-            flight.becomes_anchor = True
-        mean = flight.meeting.take_mean(
+            pending_round.becomes_anchor = True
+        mean = pending_round.meeting.take_mean(
             learned,
             part.owed,
-            weight=0.0 if is_broken else flight.weight,
+            weight=0.0 if is_broken else pending_round.weight,
             origin=_digest(anchor),
-            number=flight.number,
+            number=pending_round.number,
         )
-        if not isinstance(flight.meeting.codec, IdentityCodec) and size:
+        if not isinstance(pending_round.meeting.codec, IdentityCodec) and size:
             self._error = float(torch.linalg.vector_norm(learned)) / size
         self._move(part.whole, mean)
-        self._pass_on(flight)
-        if not flight.becomes_anchor:
-            torch.sub(anchor, flight.change, out=flight.change)
+        self._pass_on(pending_round)
+        if not pending_round.becomes_anchor:
+            torch.sub(anchor, pending_round.change, out=pending_round.change)
 
-    def _pass_on(self, flight: PendingRound) -> None:
-        if self._mates is None:
+    def _pass_on(self, pending_round: PendingRound) -> None:
+        if self._site_transport is None:
             return
-        flag = bytes([flight.becomes_anchor])
-        with self._mates.session(tag=flight.number % _TAGS) as session:
-            for mate in range(1, self._mates.size):
+        flag = bytes([pending_round.becomes_anchor])
+        with self._site_transport.session(tag=pending_round.number % _TAGS) as session:
+            for mate in range(1, self._site_transport.size):
                 session.send(mate, flag)
-                for values in self.told(flight.part.whole):
+                for values in self.shared_arrays(pending_round.part.whole):
                     session.send(mate, values)
 
-    def told(self, where: slice) -> list[Any]:
-        """The arrays that an exchange of this stretch changes: the anchor's, and of its momentum."""
+    def shared_arrays(self, where: slice) -> list[Any]:
+        """Arrays that an exchange of this part changes: anchor and momentum."""
         moved = [self._anchor, *([self._momentum] if len(self._momentum) else [])]
         return [tensor[where].numpy() for tensor in moved]
 
     def _move(self, where: slice, mean: Tensor) -> None:
-        """Take the outer step, along the mean of what the workers have learned."""
+        """Outer step along the mean of the workers' updates."""
         if len(self._momentum):
             momentum = self._momentum[where]
             momentum.mul_(self.rules.outer_momentum).add_(mean)
@@ -330,7 +330,7 @@ class WeightAveraging:
         self._rounds += 1
 
     def _read(self, where: slice, into: Tensor) -> Tensor:
-        """Copy a stretch of our weights."""
+        """Copy a part of the weights."""
         for weight, place in self._overlaps(where):
             into[place].copy_(weight)
         return into
@@ -344,7 +344,7 @@ class WeightAveraging:
             weight.add_(values[place].to(weight.device))
 
     def _overlaps(self, where: slice) -> Iterator[tuple[Tensor, slice]]:
-        """The stretches of weights within a stretch of all of them, and where in it they lie."""
+        """Slices of weights within a part, and their offsets."""
         begin = 0
         for weight in self._weights:
             end = begin + len(weight)
@@ -363,11 +363,11 @@ def _digest(values: Tensor) -> int:
 
 
 def _in_memory(weight: Tensor) -> Tensor:
-    """The weight's values in the order in which they lie in memory, whatever its shape."""
+    """The weight's values in memory order, whatever its shape."""
     weight = weight.detach()
     reach = sum(
         (size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)
     )
     if weight.numel() and reach + 1 != weight.numel():
-        raise ValueError("a weight has gaps in memory, or places that it uses twice")
+        raise ValueError("a weight must be dense in memory, without gaps or overlaps")
     return weight.as_strided((weight.numel(),), (1,))

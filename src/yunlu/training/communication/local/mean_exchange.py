@@ -1,4 +1,4 @@
-"""One exchange of what the workers have learned: the same mean for all of them, to the bit.
+"""One exchange of the workers' updates: a bitwise equal mean on all of them.
 
 Every worker owns a share of what is exchanged. Shares go to their owners, packed; an owner takes the mean,
 packs it again and sends it to all. What packing leaves out is kept, at the sender and at the owner, and
@@ -25,13 +25,13 @@ _HEADER = struct.Struct("<dQ")
 _TAGS = 1 << 32
 
 
-def share_of(length: int, rank: int, size: int) -> slice:
-    """The share that a worker owns."""
+def owned_slice(length: int, rank: int, size: int) -> slice:
+    """The slice that a worker owns."""
     return slice(length * rank // size, length * (rank + 1) // size)
 
 
 class MeanExchange:
-    """Exchanges of all workers, one after another; what they need of memory is kept between them.
+    """Successive exchanges of all workers; buffers are reused.
 
     Args:
         transport: To the others.
@@ -42,12 +42,12 @@ class MeanExchange:
         self.codec = codec
         self._transport = transport
         self._others = [peer for peer in range(transport.size) if peer != transport.rank]
-        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._memory: dict[tuple[str, int], Tensor] = {}
 
     def take_mean(
         self, learned: Tensor, owed: Tensor, *, weight: float, origin: int, number: int
     ) -> Tensor:
-        """The mean over all workers, until the next one is taken.
+        """The mean over all workers, valid until the next call.
 
         Args:
             learned: Ours; afterwards what packing has left out of it.
@@ -57,7 +57,7 @@ class MeanExchange:
             number: Which exchange this is, on all workers.
         """
         shares = [
-            share_of(len(learned), rank, self._transport.size)
+            owned_slice(len(learned), rank, self._transport.size)
             for rank in range(self._transport.size)
         ]
         parts = [learned[share] for share in shares]
@@ -69,10 +69,10 @@ class MeanExchange:
         return whole
 
     def _collect(self, parts: list[Tensor], weight: float, origin: int, number: int) -> Tensor:
-        """The mean of our share; what is sent of the others' shares is taken off ``parts``."""
-        ours = parts[self._transport.rank]
-        outgoing = {peer: self._room("to", peer, len(parts[peer])) for peer in self._others}
-        incoming = {peer: self._room("from", peer, len(ours)) for peer in self._others}
+        """Mean of this worker's slice; what is sent of the other slices is subtracted from ``parts``."""
+        own = parts[self._transport.rank]
+        outgoing = {peer: self._message_buffer("to", peer, len(parts[peer])) for peer in self._others}
+        incoming = {peer: self._message_buffer("from", peer, len(own)) for peer in self._others}
         header = bytearray(_HEADER.pack(weight, origin))
         for peer, message in outgoing.items():
             message.numpy()[: _HEADER.size] = header
@@ -80,14 +80,14 @@ class MeanExchange:
         self._exchange(outgoing, incoming, tag=2 * number)
         weights = {peer: _read_header(peer, message, origin) for peer, message in incoming.items()}
         total = weight + sum(weights.values())
-        mean = self._keep("mean", 0, len(ours), torch.float32)
+        mean = self._keep("mean", 0, len(own), torch.float32)
         mean.zero_()
         if weight:
-            mean.add_(ours, alpha=weight / total)
-            ours.zero_()  # on its way to ourselves nothing is left out
+            mean.add_(own, alpha=weight / total)
+            own.zero_()  # the own slice is not encoded
         for peer, share in weights.items():
             if share:
-                values = self._decode(incoming[peer][_HEADER.size :], len(ours))
+                values = self._decode(incoming[peer][_HEADER.size :], len(own))
                 mean.add_(values, alpha=share / total)
         if weight:
             for peer, message in outgoing.items():
@@ -95,15 +95,15 @@ class MeanExchange:
         return mean
 
     def _spread(self, mean: Tensor, wholes: list[Tensor], number: int) -> None:
-        """Fill in the means of all shares, each as its owner has packed it."""
+        """Fill in the means of all slices, as encoded by their owners."""
         rooms = [
-            self._room("mean of", peer, len(part))[_HEADER.size :]
+            self._message_buffer("mean of", peer, len(part))[_HEADER.size :]
             for peer, part in enumerate(wholes)
         ]
-        ours = rooms[self._transport.rank]
-        self._encode(mean, ours, number)
+        own = rooms[self._transport.rank]
+        self._encode(mean, own, number)
         incoming = {peer: rooms[peer] for peer in self._others}
-        self._exchange(dict.fromkeys(incoming, ours), incoming, tag=2 * number + 1)
+        self._exchange(dict.fromkeys(incoming, own), incoming, tag=2 * number + 1)
         for part, room in zip(wholes, rooms, strict=True):
             if len(part):
                 self.codec.decode(room, part)
@@ -127,25 +127,25 @@ class MeanExchange:
             self.codec.decode(data, values)
         return values
 
-    def _room(self, name: str, peer: int, length: int) -> Tensor:
-        """For a message of so many values."""
+    def _message_buffer(self, name: str, peer: int, length: int) -> Tensor:
+        """Buffer for a message of so many values."""
         size = self.codec.size_bytes(length) if length else 0
         return self._keep(name, peer, _HEADER.size + size, torch.uint8)
 
     def _keep(self, name: str, peer: int, length: int, dtype: torch.dtype) -> Tensor:
-        # Fresh memory costs more than what is done in it: every page of it is a fault.
-        kept = self._kept.get((name, peer))
-        if kept is None or len(kept) < length:
-            kept = self._kept[name, peer] = torch.empty(length, dtype=dtype)
-        return kept[:length]
+        # Allocating is slower than the work itself: every new page is a fault.
+        memory = self._memory.get((name, peer))
+        if memory is None or len(memory) < length:
+            memory = self._memory[name, peer] = torch.empty(length, dtype=dtype)
+        return memory[:length]
 
 
 def _read_header(peer: int, message: Tensor, origin: int) -> float:
-    weight, found = _HEADER.unpack(bytes(message[: _HEADER.size].numpy()))
-    if found != origin:
-        reason = "the weights that were last agreed on are not the same there"
+    weight, anchor_digest = _HEADER.unpack(bytes(message[: _HEADER.size].numpy()))
+    if anchor_digest != origin:
+        reason = "its anchor weights differ"
     elif not 0 <= weight < math.inf:
-        reason = f"what it has learned cannot weigh {weight}"
+        reason = f"its weight {weight} is invalid"
     else:
         return weight
     raise RefusedMessageError(peer, reason)

@@ -1,4 +1,4 @@
-"""When workers that update weights of their own meet, and what they make of it."""
+"""Schedule of local updates: when workers average their weights, and how the mean is applied."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRules:
-    """How often to meet, with how much of the model at a time, and how the mean is applied."""
+    """Interval, part size and outer step of local updates."""
 
     every: int = 8
-    """Steps from one exchange of a weight to its next."""
+    """Steps between two exchanges of a weight."""
     from_step: int = 0
-    """Until so many steps are done, gradients are summed in every step (post-local SGD: Lin et al. 2020)."""
+    """Steps with gradients summed in every step at first (post-local SGD: Lin et al. 2020)."""
     delay: int = 0
-    """Steps computed while an exchange is under way (Wang et al. 2020, overlap local SGD)."""
+    """Steps computed while an exchange is in flight (Wang et al. 2020, overlap local SGD)."""
     parts: int = 1
-    """Parts of the model that take turns (Douillard et al. 2025, streaming DiLoCo)."""
+    """Parts of the model exchanged in turn (Douillard et al. 2025, streaming DiLoCo)."""
     codec: str = "none"
-    """How what a worker has learned is packed; what is left out goes with the next."""
+    """Codec of updates; residuals are added to the next."""
     outer_lr: float = 1.0
-    """How far to go along the mean of what the workers have learned."""
+    """Outer learning rate."""
     outer_momentum: float = 0.0
-    """Nesterov's, of the outer steps (Douillard et al. 2023, DiLoCo)."""
+    """Nesterov momentum of the outer steps (Douillard et al. 2023, DiLoCo)."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 1 <= self.parts <= self.every:
@@ -39,7 +39,7 @@ class LocalRules:
         return step <= self.from_step
 
     def parts_at(self, step: int) -> tuple[int, ...]:
-        """The parts whose exchange starts once this step, counted from 1, is done."""
+        """Parts whose exchange starts after this step, counted from 1."""
         local_step = step - self.from_step
         if local_step < 1:
             return ()
@@ -52,4 +52,4 @@ METHODS: dict[str, LocalRules] = {
     "post-local": LocalRules(from_step=100),
     "diloco": LocalRules(every=100, outer_lr=0.7, outer_momentum=0.9),
 }
-"""What the methods' names stand for; a job may set each figure."""
+"""Defaults of the methods; a job may set each value."""

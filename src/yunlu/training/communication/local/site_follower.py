@@ -1,4 +1,4 @@
-"""The averaging of a worker that makes its steps with others, one of whom speaks for all of them."""
+"""Averaging on a site worker that is not the site's leader."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class SiteFollower(WeightAveraging):
-    """Holds in every step what the speaker (rank 0 of the wire) holds, and is told what its exchanges moved."""
+    """Holds the same weights as the leader (rank 0 of the transport), which sends what its exchanges changed."""
 
     @torch.no_grad()
-    def _meet(self, flight: PendingRound) -> None:
+    def _meet(self, pending_round: PendingRound) -> None:
         flag = bytearray(1)
-        with self._transport.session(tag=flight.number % (1 << 32)) as session:
+        with self._transport.session(tag=pending_round.number % (1 << 32)) as session:
             session.receive(0, flag)
-            for values in self.told(flight.part.whole):
+            for values in self.shared_arrays(pending_round.part.whole):
                 session.receive(0, values)
         self._rounds += 1
-        flight.becomes_anchor = bool(flag[0])
-        if not flight.becomes_anchor:
-            torch.sub(self._anchor[flight.part.whole], flight.change, out=flight.change)
+        pending_round.becomes_anchor = bool(flag[0])
+        if not pending_round.becomes_anchor:
+            torch.sub(self._anchor[pending_round.part.whole], pending_round.change, out=pending_round.change)

@@ -1,4 +1,4 @@
-"""Workers of one site make their steps together; sites meet rarely.
+"""Sites: workers of one site step together; sites average weights rarely.
 
 Between machines of a site links are fast, between sites they are slow: gradients are summed in every step
 within the site, and one worker of each site exchanges weights with those of the others.
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Our own."""
+    """The site of this worker."""
 
     allreducer: AllReducer
-    """Of gradients, over its workers."""
+    """All-reduce of gradients over the site."""
     numbers: AllReducer
-    """Of a few numbers of each step."""
+    """All-reduce of a few numbers per step."""
 
-    def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """Each summed over the workers of the site."""
+    def sum_over_site(self, numbers: Sequence[float]) -> list[float]:
+        """Sum each number over the workers of the site."""
         flat = torch.tensor(numbers, dtype=torch.float64)
         self.numbers.begin(flat, key=0).wait()
         return flat.tolist()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         self.allreducer.close()
         self.numbers.close()
 
 
 def group_by_site(names: Sequence[str]) -> list[list[int]]:
-    """The ranks of each site, in order; the first of each speaks for it."""
+    """Ranks of each site, in order; the first is its leader."""
     sites: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         sites.setdefault(name, []).append(rank)

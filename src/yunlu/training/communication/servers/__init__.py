@@ -1,1 +1,1 @@
-"""Weights that live in servers: workers pull them, and push gradients whenever they have one."""
+"""Parameter servers: they hold the weights; workers pull them and push gradients."""

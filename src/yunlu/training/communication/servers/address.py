@@ -1,4 +1,4 @@
-"""Where a server listens: a file beside what it holds, for its owner's eyes alone."""
+"""Address file of a server, in its directory, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ServerAddress(Value):
-    """How to reach a server."""
+    """Address and token of a server."""
 
     host: str
     port: int
@@ -21,17 +21,17 @@ class ServerAddress(Value):
 
 
 def publish_address(directory: Path, address: ServerAddress) -> None:
-    """Say where the server of this directory listens from now on."""
-    aside = directory / f".address.{os.getpid()}.part"
-    aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """Publish the address of this directory's server."""
+    temporary = directory / f".address.{os.getpid()}.part"
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(address.model_dump_json())
-    aside.replace(directory / "address.json")
+    temporary.replace(directory / "address.json")
 
 
 def read_address(directory: Path, index: int) -> ServerAddress:
-    """Where a server listens; ``OSError`` while it does not."""
+    """Address of a server; ``OSError`` while it is down."""
     return ServerAddress.model_validate_json(
         (shard_directory(directory, index) / "address.json").read_text()
     )

@@ -1,4 +1,4 @@
-"""A worker's way to the servers: take a ticket, pull the weights, push the gradient."""
+"""Client of the servers: take a ticket, pull the weights, push the gradient."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 120.0
 _MARGIN_BYTES = 1 << 16
-"""Packed, a few values may take more than as they are."""
+"""An encoding of a few values may be longer than the values."""
 
 
 class ServerClient:
-    """One worker's connections to all servers; used by one thread, but for ``abort``.
+    """Connections of one worker to all servers; used by one thread, except for ``abort``.
 
     Args:
         directory: Of the servers: where their addresses are.
@@ -62,7 +62,7 @@ class ServerClient:
         self.traffic = Traffic()
         self._flat = FlatWeights(weights)
         self._held: list[Ticket] = []
-        self._residual = ErrorFeedback()
+        self._feedback = ErrorFeedback()
 
         def connect(index: int) -> ServerLink:
             return ServerLink(
@@ -79,27 +79,27 @@ class ServerClient:
                 f"The servers hold {welcome.length} weights, the model has {self._flat.length}.",
                 hint="All workers of a run train the same model.",
             )
-        self._cut = shard_ranges(welcome.length, self.rules.shards)
+        self._shard_ranges = shard_ranges(welcome.length, self.rules.shards)
         self._links = [first, *(connect(index) for index in range(1, self.rules.shards))]
-        for link, part in zip(self._links, self._cut, strict=True):
+        for link, part in zip(self._links, self._shard_ranges, strict=True):
             link.expect(4 * len(part) + _MARGIN_BYTES)
         self._codec = make_codec(self.rules.codec, share=self.rules.codec_share)
         self._pull_codec = make_codec(self.rules.pull_codec, share=self.rules.codec_share)
         self.versions = [0] * self.rules.shards
-        """Updates in each server's weights when they were pulled last."""
+        """Updates in each server's weights at the last pull."""
         self.staleness = 0
-        """Updates of others that the last gradient did not know, at most over the servers."""
-        self._told_bytes = 0
+        """Updates by other workers that the last gradient missed; maximum over the servers."""
+        self._reported_bytes = 0
 
     def take_ticket(self) -> Ticket | None:
-        """The next piece of work, when there is one; none when training is over."""
-        ticket = self._links[0].ask(TakeTicket(), waits=True).ticket
+        """Next ticket, when there is one; None when training is over."""
+        ticket = self._links[0].call(TakeTicket(), waits=True).ticket
         if ticket is not None:
             self._held.append(ticket)
         return ticket
 
     def pull(self) -> None:
-        """Set the weights to those for the ticket taken last.
+        """Set the weights to those for the last ticket.
 
         In mode ``bsp`` they are those with which its step began. Otherwise they are the servers' as
         they are; updates of others may be in one shard and not yet in another.
@@ -117,7 +117,7 @@ class ServerClient:
         items: int,
         metrics: Mapping[str, float] | None = None,
     ) -> Outcome:
-        """Give the servers the gradients that lie beside the weights; when this returns they are kept.
+        """Push the gradients of the weights; they are durable when this returns.
 
         Args:
             ticket: Whose gradients they are.
@@ -131,69 +131,69 @@ class ServerClient:
         """
         first = self._links[0]
         if self.rules.backups:
-            outcome = first.ask(ClaimTicket(ticket=ticket)).outcome
+            outcome = first.call(ClaimTicket(ticket=ticket)).outcome
             if outcome == "late":
                 self._held.remove(ticket)
                 return outcome
         outcome = self._push_parts(ticket, lr, items)
-        sent_bytes = self.traffic.sent_bytes - self._told_bytes
-        self._told_bytes += sent_bytes
+        sent_bytes = self.traffic.sent_bytes - self._reported_bytes
+        self._reported_bytes += sent_bytes
         ours: dict[str, float] = {"staleness": self.staleness, "sent_bytes": sent_bytes}
         error = self.compression_error() if items else None
         if error is not None:
             ours["compression_error"] = error
-        first.ask(CompleteTicket(ticket=ticket, metrics=finite({**ours, **(metrics or {})})))
+        first.call(CompleteTicket(ticket=ticket, metrics=finite({**ours, **(metrics or {})})))
         self._held.remove(ticket)
         return outcome
 
-    def snapshot(self, look: Callable[[], object] | None = None) -> Tensor | None:
-        """All weights with the same tickets in every shard: nothing is handed out until all are done.
+    def snapshot(self, on_drained: Callable[[], object] | None = None) -> Tensor | None:
+        """All weights with the same tickets applied in every shard: no ticket is handed out meanwhile.
 
         None where a ticket of a lost worker must be done first and nobody else is there: take it, and
-        ask again. ``spread`` sets a model to what this gives. ``look`` is called while nothing is
+        ask again. ``set_weights`` sets a model to the result. ``on_drained`` is called while nothing is
         under way, perhaps more than once.
         """
         first = self._links[0]
         while True:
-            is_drained = first.ask(PauseServer(), waits=True).is_drained
+            is_drained = first.call(PauseServer(), waits=True).is_drained
             before = first.connections
             weights = self._fetch(Pull(is_packed=False)) if is_drained else None
-            if is_drained and look is not None:
-                look()
-            first.ask(ResumeServer())
+            if is_drained and on_drained is not None:
+                on_drained()
+            first.call(ResumeServer())
             if weights is None or first.connections == before:
                 return weights
 
-    def spread(self, weights: Tensor) -> None:
+    def set_weights(self, weights: Tensor) -> None:
         """Set the weights."""
         self._flat.write(weights)
 
     def stop(self) -> None:
-        """Let training end for everyone with what is under way."""
-        self._links[0].ask(StopServer())
+        """End training after the tickets in progress."""
+        self._links[0].call(StopServer())
 
     def compression_error(self) -> float | None:
-        """Norm of what the last gradient left out, relative to it; none where nothing is."""
-        return self._residual.error()
+        """Relative compression error of the last gradient; None without a codec."""
+        return self._feedback.error()
 
     def abort(self) -> None:
-        """End every wait, now and later; from any thread."""
+        """Abort all current and later waits; from any thread."""
         for link in self._links:
             link.abort()
 
     def close(self) -> None:
-        """Hang up; tickets not pushed are for others."""
+        """Close the connections; tickets not pushed go to other workers."""
         for link in self._links:
             link.close()
 
     def _fetch(self, request: Pull) -> Tensor:
-        asked = [link.begin(request) for link in self._links]
+        pending_requests = [link.send(request) for link in self._links]
         flat = torch.empty(self._flat.length)
-        for index, (link, part) in enumerate(zip(self._links, self._cut, strict=True)):
-            heard = link.finish(asked[index])
-            self.versions[index] = heard.answer.version
+        for index, (link, part) in enumerate(zip(self._links, self._shard_ranges, strict=True)):
+            received = link.receive(pending_requests[index])
+            self.versions[index] = received.reply.version
             if len(part):
-                data = torch.frombuffer(heard.beside, dtype=torch.uint8)
+                data = torch.frombuffer(received.beside, dtype=torch.uint8)
                 codec = self._pull_codec if request.is_packed else IdentityCodec()
                 codec.decode(data, flat[part.start : part.stop])
         return flat
@@ -203,42 +203,42 @@ class ServerClient:
         if not is_finite(flat):
             raise TrainingError(
                 f"The gradient of step {ticket.step + 1} is not finite.",
-                hint="Push it without items: the ticket is then over without a gradient.",
+                hint="Push it without items: the ticket then ends without a gradient.",
             )
         packed = [
-            self._pack(flat, index, ticket) if items else None for index in range(len(self._cut))
+            self._pack(flat, index, ticket) if items else None for index in range(len(self._shard_ranges))
         ]
         requests = [
             Push(ticket=ticket, lr=lr, items=items, version=version) for version in self.versions
         ]
-        asked = [
-            link.begin(request, b"" if data is None else data[0].numpy().data)
+        pending_requests = [
+            link.send(request, b"" if data is None else data[0].numpy().data)
             for link, request, data in zip(self._links, requests, packed, strict=True)
         ]
         outcomes: list[Outcome] = []
         self.staleness = 0
         for index, link in enumerate(self._links):
-            heard = link.finish(asked[index])
-            outcomes.append(heard.answer.outcome)
+            received = link.receive(pending_requests[index])
+            outcomes.append(received.reply.outcome)
             if outcomes[-1] == "taken" and items and self.rules.mode != "bsp":
-                others = heard.answer.version - 1 - self.versions[index]
-                self.staleness = max(self.staleness, others)
+                missed_updates = received.reply.version - 1 - self.versions[index]
+                self.staleness = max(self.staleness, missed_updates)
             data = packed[index]
-            # What another worker's gradient stood in for was not sent: it is still left out.
-            is_ours = heard.answer.outcome == "taken" or heard.is_again
-            if is_ours and data is not None and data[1] is not None:
-                self._residual.store_residual(str(index), data[1])
+            # A gradient replaced by another worker's was not sent: keep the previous residual.
+            is_sent = received.reply.outcome == "taken" or received.is_again
+            if is_sent and data is not None and data[1] is not None:
+                self._feedback.store_residual(str(index), data[1])
         return "taken" if "taken" in outcomes else outcomes[0]
 
     def _pack(self, flat: Tensor, index: int, ticket: Ticket) -> tuple[Tensor, Tensor | None]:
-        """One shard's gradient as it travels, and what that leaves out."""
-        part = self._cut[index]
+        """Encoded gradient of one shard, and its residual."""
+        part = self._shard_ranges[index]
         values = flat[part.start : part.stop]
         if self.rules.codec == "none":
             return values.view(torch.uint8), None
         packed = torch.empty(self._codec.size_bytes(len(part)), dtype=torch.uint8)
-        self._residual.add_to(str(index), values)
+        self._feedback.add_to(str(index), values)
         self._codec.encode(values, packed, seed=ticket.number(self.rules))
-        left = torch.empty(len(part))
-        self._codec.decode(packed, left)
-        return packed, torch.sub(values, left, out=left)
+        decoded = torch.empty(len(part))
+        self._codec.decode(packed, decoded)
+        return packed, torch.sub(values, decoded, out=decoded)

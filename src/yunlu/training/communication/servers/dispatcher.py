@@ -1,4 +1,4 @@
-"""Who does which ticket: each is done once, whoever comes and goes; nobody runs too far ahead.
+"""Dispatcher of tickets: each is done once, whichever workers come and go, within the staleness bound.
 
 Pure: it is told what happens and says what follows; the first shard keeps one, and writes down what
 must outlive it (``claim`` and ``complete``).
@@ -23,11 +23,11 @@ End = Literal["end"]
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """What is known of a worker."""
+    """State of a worker."""
 
     held: set[Ticket] = field(default_factory=set[Ticket])
     is_working: bool = False
-    """Others wait for it: it asked for work, and not for a pause since."""
+    """Other workers wait for it: it takes tickets and has not paused since."""
 
 
 class Dispatcher:
@@ -36,129 +36,129 @@ class Dispatcher:
     def __init__(self, rules: ServerRules) -> None:
         self.rules = rules
         self.workers: dict[str, WorkerProgress] = {}
-        self.over = TicketSet(rules.first_step * rules.shares)
-        """Completed, or dropped: nobody needs to do them."""
+        self.done = TicketSet(rules.first_step * rules.shares)
+        """Numbers of tickets that are completed or dropped."""
         self.completed = 0
         self.dropped = 0
         self.is_stopping = False
         self._claimed: set[int] = set()
-        """Of the step under way, where some shares need not come: those that count."""
-        self._next = self.over.below
+        """Claimed shares of the current step, if some shares are backups."""
+        self._next = self.done.below
         self._lost: list[Ticket] = []
         self._pausing: set[str] = set()
 
     def join(self, worker: str, held: Iterable[Ticket] = ()) -> None:
-        """A worker comes, or comes back with tickets it still has."""
-        standing = self.workers.setdefault(worker, WorkerProgress())
-        kept = {each for each in held if self.may_claim(each)}
-        self._release(standing.held - kept)
-        standing.held = kept
-        self._lost = sorted(set(self._lost) - kept)
-        standing.is_working = standing.is_working or bool(kept)
+        """A worker joins, or reconnects with tickets it still holds."""
+        progress = self.workers.setdefault(worker, WorkerProgress())
+        still_held = {ticket for ticket in held if self.may_claim(ticket)}
+        self._release(progress.held - still_held)
+        progress.held = still_held
+        self._lost = sorted(set(self._lost) - still_held)
+        progress.is_working = progress.is_working or bool(still_held)
 
     def leave(self, worker: str) -> None:
-        """A worker is gone: nobody waits for it, and others do its tickets."""
+        """A worker left: its tickets are handed out again."""
         self._pausing.discard(worker)
-        standing = self.workers.pop(worker, None)
-        if standing is not None:
-            self._release(standing.held)
+        progress = self.workers.pop(worker, None)
+        if progress is not None:
+            self._release(progress.held)
 
     def take(self, worker: str) -> Ticket | Wait | End:
-        """The next piece of work for this worker."""
+        """Next ticket for this worker."""
         if self._is_over():
             return "end"
-        standing = self.workers[worker]
-        standing.is_working = True
-        ticket = self._find()
+        progress = self.workers[worker]
+        progress.is_working = True
+        ticket = self._next_ticket()
         if ticket is None:
             return "wait"
-        standing.held.add(ticket)
+        progress.held.add(ticket)
         return ticket
 
     def may_claim(self, ticket: Ticket) -> bool:
-        """Whether the gradient of this ticket still counts."""
+        """Whether a gradient of this ticket still counts."""
         number = self._number(ticket)
         if not ticket.exists(self.rules):
             return False
-        if number in self.over or not self.rules.backups:
-            return number not in self.over
+        if number in self.done or not self.rules.backups:
+            return number not in self.done
         return number in self._claimed or len(self._claimed) < self.rules.needed
 
     def claim(self, ticket: Ticket) -> None:
-        """It counts: whatever becomes of the worker, the step does not end without it."""
+        """The gradient counts: the step does not end without it."""
         self._claimed.add(self._number(ticket))
 
     def complete(self, worker: str, ticket: Ticket) -> None:
-        """Every shard has this ticket's gradient."""
-        standing = self.workers.get(worker)
-        if standing is not None and ticket in standing.held:
-            standing.held.remove(ticket)
+        """Every shard has the gradient of this ticket."""
+        progress = self.workers.get(worker)
+        if progress is not None and ticket in progress.held:
+            progress.held.remove(ticket)
         number = self._number(ticket)
-        if number in self.over:
+        if number in self.done:
             return
         self.completed += 1
-        self.over.add(number)
+        self.done.add(number)
         if self.rules.backups:
             self._end_step(ticket.step)
 
     def forget(self, worker: str, ticket: Ticket) -> None:
-        """A worker found that its ticket does not count: it came late."""
-        standing = self.workers.get(worker)
-        if standing is not None and ticket in standing.held:
-            standing.held.remove(ticket)
+        """A worker's ticket no longer counts: it was late."""
+        progress = self.workers.get(worker)
+        if progress is not None and ticket in progress.held:
+            progress.held.remove(ticket)
 
     def pause(self, worker: str) -> bool:
-        """Hand out nothing new until this worker resumes; not while it has work of its own."""
-        standing = self.workers[worker]
-        if all(self._number(each) in self.over for each in standing.held):
+        """Hand out no tickets until this worker resumes; refused while it holds tickets."""
+        progress = self.workers[worker]
+        if all(self._number(ticket) in self.done for ticket in progress.held):
             self._pausing.add(worker)
-            standing.is_working = False
+            progress.is_working = False
         return worker in self._pausing
 
     def resume(self, worker: str) -> None:
-        """Go on."""
+        """Hand out tickets again."""
         self._pausing.discard(worker)
 
     def is_drained(self) -> bool:
-        """Whether all shards have had the same tickets: none is under way."""
-        held = [each for other in self.workers.values() for each in other.held]
-        return not self._lost_needed() and all(self._number(each) in self.over for each in held)
+        """Whether all shards have applied the same tickets."""
+        held = [ticket for other in self.workers.values() for ticket in other.held]
+        return not self._lost_needed() and all(self._number(ticket) in self.done for ticket in held)
 
     def can_drain(self) -> bool:
-        """Whether somebody is left to end what is under way."""
+        """Whether a worker is left to complete the tickets in progress."""
         return bool(self._working())
 
     def state(self) -> dict[str, Any]:
-        """What outlives this process, as JSON; the rest the workers tell when they come back."""
+        """Durable state as JSON; workers report the rest when they reconnect."""
         return {
-            "over": self.over.pack(),
+            "over": self.done.pack(),
             "claimed": sorted(self._claimed),
             "completed": self.completed,
             "dropped": self.dropped,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.over = TicketSet.unpack(state["over"])
+        """Restore a state."""
+        self.done = TicketSet.unpack(state["over"])
         self._claimed = set(state["claimed"])
         self.completed, self.dropped = state["completed"], state["dropped"]
-        self._next = self.over.below
+        self._next = self.done.below
 
     def _is_over(self) -> bool:
-        if self.over.below >= self.rules.steps * self.rules.shares:
+        if self.done.below >= self.rules.steps * self.rules.shares:
             return True
         return self.is_stopping and self.is_drained()
 
     def _working(self) -> list[WorkerProgress]:
-        return [each for each in self.workers.values() if each.is_working]
+        return [progress for progress in self.workers.values() if progress.is_working]
 
-    def _find(self) -> Ticket | None:
+    def _next_ticket(self) -> Ticket | None:
         if self._lost_needed():
             return heapq.heappop(self._lost)
         if self._pausing or self.is_stopping:
             return None
-        held = {self._number(each) for other in self.workers.values() for each in other.held}
-        while self._next in self.over or self._next in held:
+        held = {self._number(ticket) for other in self.workers.values() for ticket in other.held}
+        while self._next in self.done or self._next in held:
             self._next += 1
         ticket = self._ticket(self._next)
         if ticket.step >= self.rules.steps or not self._is_open(ticket.step):
@@ -167,32 +167,32 @@ class Dispatcher:
         return ticket
 
     def _is_open(self, step: int) -> bool:
-        """Whether tickets of this step may be begun."""
-        oldest = self.over.below // self.rules.shares
+        """Whether tickets of this step may start."""
+        oldest = self.done.below // self.rules.shares
         if self.rules.mode != "bsp":
-            # All but the newest steps are in the weights (Ho et al. 2013), whoever did them: one who
-            # is slow does fewer tickets, and holds the others back only by the one it has.
+            # All but the newest steps are in the weights (Ho et al. 2013), whichever worker did them: a
+            # slow worker does fewer tickets, and holds the others back only by its current one.
             return self.rules.mode == "asp" or step - oldest <= self.rules.staleness
-        # With shares that need not come, those claimed end the step: no more is to be begun.
+        # With backups, the claimed shares complete the step: start no more.
         return step == oldest and (not self.rules.backups or len(self._claimed) < self.rules.needed)
 
     def _end_step(self, step: int) -> None:
         numbers = range(step * self.rules.shares, (step + 1) * self.rules.shares)
-        if sum(number in self.over for number in numbers) < self.rules.needed:
+        if sum(number in self.done for number in numbers) < self.rules.needed:
             return
         for number in numbers:
-            if number not in self.over:
+            if number not in self.done:
                 self.dropped += 1
-                self.over.add(number)
+                self.done.add(number)
         self._claimed.clear()
-        self._next = max(self._next, self.over.below)
+        self._next = max(self._next, self.done.below)
 
     def _release(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
             heapq.heappush(self._lost, ticket)
 
     def _lost_needed(self) -> bool:
-        """Whether a ticket waits for somebody else to do it; those that were done meanwhile go."""
+        """Whether a lost ticket must be done by another worker; forgets those done meanwhile."""
         while self._lost and not self.may_claim(self._lost[0]):
             heapq.heappop(self._lost)
         return bool(self._lost)

@@ -1,4 +1,4 @@
-"""What an engine needs to train for servers: its optimiser's place, and batches by ticket."""
+"""Engine adapters for servers: an optimizer that pushes gradients, and batches by ticket."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from yunlu.training.tasks.task import Batch, Samples
 
 
-class ServedOptimizer:
-    """Stands where an engine's optimiser does: its step gives the gradients to the servers.
+class ServerOptimizer:
+    """Optimizer whose step pushes the gradients to the servers.
 
-    They hold what an optimiser remembers; here is nothing to save.
+    The servers hold the optimizer state; there is nothing to save here.
     """
 
     def __init__(self, client: ServerClient, weights: Sequence[Tensor]) -> None:
@@ -36,26 +36,26 @@ class ServedOptimizer:
         self.ticket: Ticket | None = None
         self.items = 0
         self.metrics: dict[str, float] = {}
-        """Told with the next gradient, then forgotten."""
+        """Sent with the next gradient, then cleared."""
         self.outcome: Outcome = "taken"
-        """Of the last one."""
+        """Outcome of the last push."""
         self._began_at = 0.0
 
     def begin(self, ticket: Ticket, items: int, metrics: Mapping[str, float]) -> None:
-        """The gradients that come next are the mean over these items."""
+        """The next gradients are the mean over these items."""
         self.ticket, self.items, self.metrics = ticket, items, dict(metrics)
         self._began_at = perf_counter()
 
     def step(self) -> None:
-        """Push; the weights here stay as they are until they are pulled."""
+        """Push; the weights change at the next pull."""
         self._push(self.items)
 
-    def leave_out(self) -> None:
-        """Let the ticket be over without a gradient."""
+    def skip_ticket(self) -> None:
+        """End the ticket without a gradient."""
         self._push(0)
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for weight in self.param_groups[0]["params"]:
             if set_to_none or weight.grad is None:
                 weight.grad = None
@@ -63,13 +63,13 @@ class ServedOptimizer:
                 weight.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimisers give it."""
+        """In the format of torch's optimizers."""
         group = self.param_groups[0]
         numbers = list(range(len(group["params"])))
         return {"state": {}, "param_groups": [{**group, "params": numbers}]}
 
     def load_state_dict(self, packed: dict[str, Any]) -> None:
-        """Nothing was saved."""
+        """There is no state."""
         del packed
 
     def _push(self, items: int) -> None:
@@ -92,11 +92,11 @@ def ticket_batches(
     lengths: NDArray[np.integer] | None = None,
     digests: bool = False,
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of each ticket this worker is given; the weights are pulled before.
+    """Micro-batches of each ticket; the weights are pulled before.
 
     Args:
         client: Hands out the tickets.
-        samples: See ``step_batches``, as for all that is not said here.
+        samples: See ``step_batches``, as for all others not described here.
         collate: See there.
         order: See there.
         micro_batch: See there.
@@ -112,33 +112,33 @@ def ticket_batches(
         if ticket is None:
             return
         taken_at = perf_counter()
-        ours = _find_samples(order, ticket, client.rules.shares, weights)
-        pieces = (ours[first : first + micro_batch] for first in range(0, len(ours), micro_batch))
+        ticket_indices = _ticket_samples(order, ticket, client.rules.shares, weights)
+        pieces = (ticket_indices[first : first + micro_batch] for first in range(0, len(ticket_indices), micro_batch))
         micros = list(load(samples, collate, pieces, workers=0, digests=digests))
         items = sum(micro.items for micro in micros)
-        if items == 0:  # more shares than samples, or nothing to learn from
-            client.push(ticket, lr=0.0, items=0, metrics=_describe(micros))
+        if items == 0:  # more shares than samples, or no items
+            client.push(ticket, lr=0.0, items=0, metrics=_count_batches(micros))
             continue
         fetched_at = perf_counter()
         client.pull()
         waited_s = taken_at - started_at + perf_counter() - fetched_at
         seconds = {"data_s": fetched_at - taken_at, "communication_s": waited_s}
-        begin(ticket, items, _describe(micros) | seconds)
+        begin(ticket, items, _count_batches(micros) | seconds)
         yield micros
 
 
-def _find_samples(
+def _ticket_samples(
     order: SampleOrder, ticket: Ticket, shares: int, weights: NDArray[np.integer] | None
 ) -> NDArray[np.int64]:
-    """The samples of a ticket: the same whoever does it, in pieces of whatever size."""
+    """Samples of a ticket, independent of the worker and of the micro-batch size."""
     indices = next(order.steps_from(ticket.step))
     if weights is not None:
         indices = indices[np.argsort(weights[indices], kind="stable")]
-    return indices[ticket.share :: shares]  # so that all shares are of like length
+    return indices[ticket.share :: shares]  # shares of nearly equal length
 
 
-def _describe(micros: Sequence[Batch]) -> dict[str, float]:
-    # Sixty-four bits do not fit into a number of JSON that everybody reads alike.
+def _count_batches(micros: Sequence[Batch]) -> dict[str, float]:
+    # JSON numbers hold fewer than 64 bits in many readers.
     high, low = divmod(sum(micro.digest for micro in micros) % (1 << 64), 1 << 32)
     return {
         "items": sum(micro.items for micro in micros),

@@ -1,4 +1,4 @@
-"""A model's trained weights as one flat tensor: those that decay first, then vectors."""
+"""Trained weights of a model as one flat tensor: decayed weights first, then vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FlatWeights:
-    """Copies weights and gradients to and from one flat tensor; the order is the servers'."""
+    """Copies weights and gradients to and from one flat tensor, in the order of the servers."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         matrices = [weight for weight in weights if weight.ndim >= 2]
@@ -36,7 +36,7 @@ class FlatWeights:
             weight.copy_(part.view(weight.shape))
 
     def read_gradients(self) -> Tensor:
-        """The gradients; nothing where a weight has none."""
+        """Gradients; zeros for weights without one."""
         flat = torch.empty(self.length)
         for weight, part in zip(self.weights, self._parts(flat), strict=True):
             if weight.grad is None:

@@ -1,6 +1,6 @@
-"""Frames: a JSON object and raw bytes, checksummed; the same over sockets and in files.
+"""Frames: a JSON object and raw bytes with checksums, on sockets and in files.
 
-Lengths are checked before room is made for them, and nothing that comes in is ever unpickled.
+Lengths are checked before memory is allocated; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CONTROL_BYTES = 256 << 10
-"""No control message comes near this."""
+"""Limit of a control message."""
 _LENGTHS = struct.Struct("<2sBxIQQ")
 _CHECK = struct.Struct("<I")
 _HEADER_BYTES = _LENGTHS.size + _CHECK.size
@@ -25,7 +25,7 @@ _MAGIC, _VERSION = b"YS", 1
 
 
 class BadFrameError(Exception):
-    """What came is not a frame of ours, too long, or damaged."""
+    """Received data is not a frame, is too long, or is corrupt."""
 
 
 class Frame(NamedTuple):
@@ -36,16 +36,16 @@ class Frame(NamedTuple):
 
 
 def pack(control: Mapping[str, Any], *bodies: Buffer) -> list[memoryview]:
-    """A frame, in pieces; the bodies are not copied."""
-    said = json.dumps(control).encode()
+    """A frame in pieces; the bodies are not copied."""
+    encoded = json.dumps(control).encode()
     views = [memoryview(body).cast("B") for body in bodies if memoryview(body).nbytes]
     total = sum(len(view) for view in views)
-    head = _LENGTHS.pack(_MAGIC, _VERSION, len(said), total, _checksum(said, *views))
-    return [memoryview(head + _CHECK.pack(xxhash.xxh32_intdigest(head)) + said), *views]
+    head = _LENGTHS.pack(_MAGIC, _VERSION, len(encoded), total, _checksum(encoded, *views))
+    return [memoryview(head + _CHECK.pack(xxhash.xxh32_intdigest(head)) + encoded), *views]
 
 
 class FrameReader:
-    """Bytes in, frames out, for any source that fills a buffer."""
+    """Parses frames from any source that fills a buffer."""
 
     def __init__(self, *, control_bytes: int = CONTROL_BYTES, body_bytes: int = 0) -> None:
         self.control_bytes, self.body_bytes = control_bytes, body_bytes
@@ -53,52 +53,52 @@ class FrameReader:
 
     @property
     def is_between(self) -> bool:
-        """Whether the last frame ended where reading did."""
+        """Whether the last frame was complete."""
         return self._control is None and self._filled == 0
 
     def read(self, fill: Callable[[memoryview], int]) -> Frame | None:
-        """Read once; the frame, if that ended one. ``EOFError`` where nothing more comes."""
-        count = fill(self._place[self._filled :])
+        """Read once; returns the frame if complete. ``EOFError`` at the end of the source."""
+        count = fill(self._buffer[self._filled :])
         if count == 0:
             raise EOFError
         self._filled += count
-        if self._filled < len(self._place):
+        if self._filled < len(self._buffer):
             return None
         if self._control is None:
             self._open()
-        elif self._place is self._control:
-            self._turn_to(self._body)
-        if len(self._place) > self._filled:
+        elif self._buffer is self._control:
+            self._fill_next(self._body)
+        if len(self._buffer) > self._filled:
             return None
         return self._end()
 
     def _start(self) -> None:
         self._control: memoryview | None = None
-        self._turn_to(memoryview(bytearray(_HEADER_BYTES)))
+        self._fill_next(memoryview(bytearray(_HEADER_BYTES)))
 
-    def _turn_to(self, place: memoryview) -> None:
-        self._place, self._filled = place, 0
+    def _fill_next(self, buffer: memoryview) -> None:
+        self._buffer, self._filled = buffer, 0
 
     def _open(self) -> None:
-        head, check = self._place[: _LENGTHS.size], self._place[_LENGTHS.size :]
+        head, check = self._buffer[: _LENGTHS.size], self._buffer[_LENGTHS.size :]
         if _CHECK.unpack(check)[0] != xxhash.xxh32_intdigest(head):
-            raise BadFrameError("what came is no frame")
+            raise BadFrameError("received data is not a frame")
         magic, version, control, body, self._sum = _LENGTHS.unpack(head)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise BadFrameError("what came is no frame of this version")
+            raise BadFrameError("the frame has another version")
         if not 0 < control <= self.control_bytes or body > self.body_bytes:
             raise BadFrameError(
-                f"a frame of {control} and {body} bytes came, {self.control_bytes} and"
-                f" {self.body_bytes} may"
+                f"received a frame of {control} and {body} bytes, the limits are {self.control_bytes} and"
+                f" {self.body_bytes}"
             )
-        # Numbers are read where they lie: the body begins where memory is aligned.
+        # The body is aligned in memory, so that values can be read in place.
         self._control, self._body = memoryview(bytearray(control)), memoryview(bytearray(body))
-        self._turn_to(self._control)
+        self._fill_next(self._control)
 
     def _end(self) -> Frame:
         assert self._control is not None
         if _checksum(self._control, self._body) != self._sum:
-            raise BadFrameError("a frame came damaged")
+            raise BadFrameError("a frame has a wrong checksum")
         try:
             control = json.loads(bytes(self._control))
         except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""What a shard must not forget: its state as it was, and every change since.
+"""Journal of a shard: its last state, and every change since.
 
-A change is in the log before anyone hears that it was made. From time to time the state is written
+A change is logged before it is acknowledged. From time to time the state is written
 anew, aside and renamed; it names the log that continues it, so at no instant are there two truths.
 """
 
@@ -27,13 +27,13 @@ _ANY_BYTES = 1 << 62
 
 
 class ShardJournal:
-    """The files of one shard; one process at a time has them open."""
+    """Files of one shard; open in one process at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log_bytes = 0
         self.waits_for_disk = False
-        """Whether a change is kept only when it would also outlive a power cut."""
+        """Whether changes are synced to disk, to survive a power failure."""
         self._log = -1
         self._name = ""
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -43,34 +43,34 @@ class ShardJournal:
             os.close(self._lock)
             raise StoreError(
                 f"another process serves {directory}",
-                hint="end it first: it may be stopped rather than gone",
+                hint="end it first; it may be suspended",
             ) from error
 
     def read_state(self) -> Frame:
-        """The state as it was last written."""
+        """The last state written."""
         try:
-            frame = next(self._frames(_STATE, is_whole=True))
+            frame = next(self._frames(_STATE, is_complete=True))
         except (FileNotFoundError, StopIteration) as error:
             raise CheckpointError(
-                f"{self.directory} holds no state of a server",
-                hint="begin the run anew, or bring the directory back",
+                f"{self.directory} contains no server state",
+                hint="start a new run, or restore the directory",
             ) from error
         self._name = str(frame.control["log"])
         return frame
 
     def read_changes(self) -> Iterator[Frame]:
-        """Each change since; then the log is open for more. Half a record at its end is cut off."""
+        """Changes since the last state; then the log is open for more. An incomplete record at its end is dropped."""
         path = self.directory / self._name
         path.touch(mode=0o600)
-        yield from self._frames(self._name, is_whole=False)
+        yield from self._frames(self._name, is_complete=False)
         self._log = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._log, self.log_bytes)
         for other in self.directory.glob("log-*"):
             if other != path:
-                other.unlink()  # a state that was never published, or has been replaced, named it
+                other.unlink()  # belongs to a state that was replaced or never published
 
     def append(self, control: Mapping[str, Any], body: Buffer = b"") -> None:
-        """Write one change; when this returns it is kept."""
+        """Append a change; durable when this returns."""
         pieces = pack(control, body)
         total = sum(len(piece) for piece in pieces)
         try:
@@ -81,12 +81,12 @@ class ShardJournal:
             os.ftruncate(self._log, self.log_bytes)
             raise StoreError(
                 f"{self.directory / self._name} cannot be written: {error}",
-                hint="make room and start the server again: workers wait for it",
+                hint="free some space and restart the server; the workers wait for it",
             ) from error
         self.log_bytes += total
 
     def write_state(self, control: Mapping[str, Any], *bodies: Buffer) -> None:
-        """Write the state as it is; changes go to a new log from now on."""
+        """Write the current state; changes go to a new log from now on."""
         name = f"log-{int(self._name.partition('-')[2]) + 1}"
         log = os.open(
             self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600
@@ -101,21 +101,21 @@ class ShardJournal:
         self._log, self._name, self.log_bytes = log, name, 0
 
     def close(self) -> None:
-        """Let another process have the files."""
+        """Close the files."""
         for descriptor in (self._log, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
         self._log = self._lock = -1
 
-    def _frames(self, name: str, *, is_whole: bool) -> Iterator[Frame]:
+    def _frames(self, name: str, *, is_complete: bool) -> Iterator[Frame]:
         reader = FrameReader(control_bytes=_ANY_BYTES, body_bytes=_ANY_BYTES)
         self.log_bytes = 0
         with (self.directory / name).open("rb", buffering=0) as file:
             while True:
                 try:
-                    frame = reader.read(lambda place: file.readinto(place) or 0)
+                    frame = reader.read(lambda buffer: file.readinto(buffer) or 0)
                 except EOFError:
-                    if reader.is_between or not is_whole:
+                    if reader.is_between or not is_complete:
                         return
                     raise self._damage(name, "it ends too early") from None
                 except BadFrameError as error:
@@ -127,28 +127,28 @@ class ShardJournal:
     def _damage(self, name: str, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory / name} is damaged: {reason}",
-            hint="bring the directory back from a copy, or begin from a checkpoint of the run",
+            hint="restore the directory, or start from a checkpoint of the run",
         )
 
 
 def write_state(directory: Path, control: Mapping[str, Any], *bodies: Buffer) -> None:
-    """Publish a state by one rename."""
-    aside = directory / f".{_STATE}.part"
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Publish a state by an atomic rename."""
+    temporary = directory / f".{_STATE}.part"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         _write(descriptor, pack(control, *bodies))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    aside.replace(directory / _STATE)
+    temporary.replace(directory / _STATE)
     sync_directory(directory)
 
 
 def _write(descriptor: int, pieces: list[memoryview]) -> None:
-    left = list(pieces)
-    while left:
-        count = os.writev(descriptor, left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]
+    remaining = list(pieces)
+    while remaining:
+        count = os.writev(descriptor, remaining)
+        while remaining and count >= len(remaining[0]):
+            count -= len(remaining.pop(0))
+        if remaining:
+            remaining[0] = remaining[0][count:]

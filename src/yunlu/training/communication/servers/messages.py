@@ -1,4 +1,4 @@
-"""What workers ask of servers, and what these answer; arrays travel beside it, as raw bytes."""
+"""Requests of workers to servers and their replies; arrays follow as raw bytes."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.frames import Frame
 
 HELLO_BYTES = 16 << 10
-"""Before the token is checked, nobody may say more than this."""
-_NotNegative = Annotated[int, Field(ge=0, lt=1 << 62)]
+"""Size limit of a frame before the token is checked."""
+_NonNegative = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 Outcome = Literal["taken", "duplicate", "late"]
-"""Of a gradient: it counts; its ticket's gradient came before; its step ended without it."""
+"""Of a gradient: it counts; the ticket already has one; the step ended without it."""
 
 
 class ServerHello(Value):
-    """A worker comes, or comes back."""
+    """A worker connects or reconnects."""
 
     kind: Literal["hello"] = "hello"
     token: str
-    index: _NotNegative = 0
-    """The server it means: another one may listen where that one did."""
+    index: _NonNegative = 0
+    """The server it means: another one may now use the address."""
     worker: Annotated[str, Field(min_length=1, max_length=200)]
     held: tuple[Ticket, ...] = ()
 
 
 class Pull(Value):
-    """The weights, please."""
+    """Request the weights."""
 
     kind: Literal["pull"] = "pull"
-    version: _NotNegative | None = None
-    """Those with so many updates, if the server still has them."""
+    version: _NonNegative | None = None
+    """The version with so many updates, if the server still has it."""
     is_packed: bool = True
-    """As the rules say; else as they are."""
+    """Encoded by the rules' codec, or raw."""
 
 
 class Push(Value):
-    """A gradient: the mean over the items of a ticket; the body holds it, packed."""
+    """Push a gradient, the mean over the items of a ticket; encoded in the body."""
 
     kind: Literal["push"] = "push"
     ticket: Ticket
     lr: _Finite
-    items: _NotNegative
-    """None of them where the ticket is over without a gradient."""
-    version: _NotNegative
-    """Of the weights it was computed with."""
+    items: _NonNegative
+    """0 if the ticket ends without a gradient."""
+    version: _NonNegative
+    """Version of the weights it was computed with."""
 
 
 class TakeTicket(Value):
-    """Work, please; answered when there is some, or none is left."""
+    """Request a ticket; answered when there is one, or none is left."""
 
     kind: Literal["take"] = "take"
 
 
 class ClaimTicket(Value):
-    """Would a gradient of this ticket still count?"""
+    """Ask whether a gradient of this ticket still counts."""
 
     kind: Literal["claim"] = "claim"
     ticket: Ticket
 
 
 class CompleteTicket(Value):
-    """All servers have a ticket's gradient."""
+    """All servers have the gradient of this ticket."""
 
     kind: Literal["complete"] = "complete"
     ticket: Ticket
@@ -78,19 +78,19 @@ class CompleteTicket(Value):
 
 
 class PauseServer(Value):
-    """Hand out nothing new; answered when nothing is under way."""
+    """Hand out no more tickets; answered when none is in progress."""
 
     kind: Literal["pause"] = "pause"
 
 
 class ResumeServer(Value):
-    """Go on handing out."""
+    """Hand out tickets again."""
 
     kind: Literal["resume"] = "resume"
 
 
 class StopServer(Value):
-    """Let training end with what is under way."""
+    """End training after the tickets in progress."""
 
     kind: Literal["stop"] = "stop"
 
@@ -110,48 +110,48 @@ Request = Annotated[
 
 
 class ServerReply(Value):
-    """What comes of a request; the weights are beside it."""
+    """Reply to a request; the weights follow it."""
 
     error: str = ""
-    """What was wrong with it: asking again would not help."""
+    """Error; repeating the request would not help."""
     version: int = 0
-    """Updates in the weights of this server."""
+    """Updates in this server's weights."""
     outcome: Outcome = "taken"
     ticket: Ticket | None = None
     """None at the end."""
     is_drained: bool = True
     rules: ServerRules | None = None
     length: int = 0
-    """Of all weights."""
+    """Number of all weights."""
 
 
 _requests: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def read_request(frame: Frame) -> Request:
-    """The request in a frame; ``BadFrameError`` where it is none."""
+    """Parse a request; ``BadFrameError`` if it is invalid."""
     try:
         return _requests.validate_python(frame.control)
     except ValidationError as error:
-        # Its contents are not repeated: a token may be among them.
-        raise BadFrameError(f"{error.error_count()} faults in a request") from None
+        # Its contents are not repeated: they may include a token.
+        raise BadFrameError(f"invalid request ({error.error_count()} errors)") from None
 
 
 def read_reply(frame: Frame) -> ServerReply:
-    """The answer in a frame."""
+    """Parse a reply."""
     try:
         return ServerReply.model_validate(frame.control)
     except ValidationError as error:
-        raise BadFrameError("not an answer") from error
+        raise BadFrameError("invalid reply") from error
 
 
 def dump_message(message: Value) -> dict[str, Any]:
-    """A message as JSON; what is as usual is left out."""
+    """Dump a message as JSON, without default values."""
     return message.model_dump(mode="json", exclude_defaults=True) | (
         {"kind": kind} if (kind := getattr(message, "kind", None)) else {}
     )
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
-    """Only those that JSON can hold."""
+    """Only the finite metrics, which JSON can represent."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

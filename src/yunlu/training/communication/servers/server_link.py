@@ -1,4 +1,4 @@
-"""A worker's connection to one server: it comes back by itself when the server does."""
+"""Connection of a worker to one server; reconnects when the server restarts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.rules import Ticket
     from yunlu.training.communication.transport_session import Traffic
 
-_TRY_S = (0.01, 0.5)
-"""Between two attempts to reach a server, at first and later."""
+_RETRY_S = (0.01, 0.5)
+"""Delay between two attempts to connect, at first and later."""
 _CONNECT_S = 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-_UNHEARD_MS = 25_000
-"""How long the other machine may leave unacknowledged what was sent: as long as what keeps alive takes."""
+_UNACKNOWLEDGED_MS = 25_000
+"""Limit for unacknowledged data, as long as keep-alive takes."""
 _LOST = (OSError, EOFError, BadFrameError)
 _T = TypeVar("_T")
 
@@ -39,36 +39,36 @@ class ServerLostError(TrainingError):
 
 
 def enable_keepalive(link: socket.socket) -> None:
-    """Send at once, and notice in half a minute that the other machine is gone without a word."""
+    """Disable Nagle's algorithm, and detect a dead peer in half a minute."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         link.setsockopt(socket.IPPROTO_TCP, option, value)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request that was put, or is to be."""
+    """A request, sent or to be sent."""
 
     request: Value
     body: Buffer
-    times: int = 0
+    attempts: int = 0
 
 
 class ReceivedReply(NamedTuple):
-    """What came of it."""
+    """Reply to a request."""
 
-    answer: ServerReply
+    reply: ServerReply
     beside: memoryview
-    is_again: bool
-    """Whether it was put more than once: the server may have heard it before."""
+    is_repeated: bool
+    """Whether the request was sent more than once: the server may have received it before."""
 
 
 class ServerLink:
-    """Puts requests to one server.
+    """Sends requests to one server.
 
-    Every request may be put twice with the effect of once, so one whose answer was lost is put again.
+    Requests are idempotent: one whose reply was lost is sent again.
 
     Args:
         directory: Of all servers: where their addresses are.
@@ -93,70 +93,70 @@ class ServerLink:
         self.traffic, self._patience_s = traffic, patience_s
         self._link: socket.socket | None = None
         self._reader = FrameReader()
-        self._asked: PendingRequest | None = None
+        self._pending: PendingRequest | None = None
         self._is_aborted = False
         self._body_bytes = 0
         self.connections = 0
-        """Made so far: whether something happened over a single one."""
+        """Connections made so far."""
 
     def welcome(self) -> ServerReply:
-        """What the server says of itself."""
+        """Hello reply of the server."""
         return self._until_done(self._connect)[0]
 
     def expect(self, body_bytes: int) -> None:
-        """How long what comes beside an answer may be."""
+        """Size limit of what follows a reply."""
         self._reader.body_bytes = self._body_bytes = body_bytes
 
-    def ask(self, request: Value, *, waits: bool = False) -> ServerReply:
-        """Put a request; ``waits``: the server may take any time to answer, while it is there."""
-        return self.finish(self.begin(request), waits=waits).answer
+    def call(self, request: Value, *, waits: bool = False) -> ServerReply:
+        """Send a request and wait for its reply; ``waits``: without a time limit while the server is up."""
+        return self.receive(self.send(request), waits=waits).reply
 
-    def begin(self, request: Value, body: Buffer = b"") -> PendingRequest:
-        """Put a request, and do not wait for the answer."""
-        asked = PendingRequest(request, body)
+    def send(self, request: Value, body: Buffer = b"") -> PendingRequest:
+        """Send a request without waiting for the reply."""
+        pending = PendingRequest(request, body)
         try:
-            self._send(asked)
+            self._send(pending)
         except _LOST as error:
             self._hang_up(error)
-        return asked
+        return pending
 
-    def finish(self, asked: PendingRequest, *, waits: bool = False) -> ReceivedReply:
-        """Wait for the answer; the request is put again if need be."""
+    def receive(self, pending: PendingRequest, *, waits: bool = False) -> ReceivedReply:
+        """Wait for the reply; the request is repeated if needed."""
         timeout_s = None if waits else self._patience_s
 
         def attempt() -> tuple[ServerReply, memoryview]:
-            if self._asked is not asked:
-                self._send(asked)
+            if self._pending is not pending:
+                self._send(pending)
             frame = self._receive(timeout_s)
             return read_reply(frame), frame.body
 
-        (answer, beside), is_again = self._until_done(attempt)
-        self._asked = None
-        if answer.error:
+        (reply, beside), is_repeated = self._until_done(attempt)
+        self._pending = None
+        if reply.error:
             raise TrainingError(
-                f"Server {self._index} refused what worker {self._worker} asked: {answer.error}."
+                f"Server {self._index} rejected the request of worker {self._worker}: {reply.error}."
             )
-        return ReceivedReply(answer, beside, is_again=is_again or asked.times > 1)
+        return ReceivedReply(reply, beside, is_repeated=is_repeated or pending.attempts > 1)
 
     def abort(self) -> None:
-        """End every wait, now and later; from any thread."""
+        """Abort all current and later waits; from any thread."""
         self._is_aborted = True
         link = self._link
         if link is not None:
             try:
                 link.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # it has ended already
+                return  # already closed
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._is_aborted = True
         if self._link is not None:
             self._link.close()
             self._link = None
 
     def _until_done(self, attempt: Callable[[], _T]) -> tuple[_T, bool]:
-        deadline, pause_s = 0.0, _TRY_S[0]
+        deadline, pause_s = 0.0, _RETRY_S[0]
         while True:
             try:
                 return attempt(), deadline > 0
@@ -168,10 +168,10 @@ class ServerLink:
                 raise ServerLostError(
                     f"Server {self._index} of the weights has been away for"
                     f" {self._patience_s:.0f} s.",
-                    hint="It goes on from its directory when it is started again: resume the run.",
+                    hint="Resume the run: the server continues from its directory.",
                 )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _TRY_S[1])
+            pause_s = min(2 * pause_s, _RETRY_S[1])
 
     def _connect(self) -> ServerReply:
         if self._is_aborted:
@@ -188,20 +188,20 @@ class ServerLink:
                 held=tuple(self._held()),
             )
             self._put(hello, b"")
-            answer = read_reply(self._receive(_CONNECT_S))
+            reply = read_reply(self._receive(_CONNECT_S))
         except BaseException:
             self._link = None
             link.close()
             raise
         self.connections += 1
-        return answer
+        return reply
 
-    def _send(self, asked: PendingRequest) -> None:
+    def _send(self, pending: PendingRequest) -> None:
         if self._link is None:
             self._connect()
-        asked.times += 1
-        self._put(asked.request, asked.body)
-        self._asked = asked
+        pending.attempts += 1
+        self._put(pending.request, pending.body)
+        self._pending = pending
 
     def _put(self, request: Value, body: Buffer) -> None:
         assert self._link is not None
@@ -228,6 +228,6 @@ class ServerLink:
     def _hang_up(self, error: Exception) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._asked = None
+        self._link = self._pending = None
         if self._is_aborted:
-            raise ServerLostError("The exchange with the servers was given up.") from error
+            raise ServerLostError("The exchange with the servers was aborted.") from error

@@ -1,4 +1,4 @@
-"""The program of one server: ``python -m yunlu.training.communication.servers.shard DIRECTORY INDEX``."""
+"""Main module of one server: ``python -m yunlu.training.communication.servers.shard DIRECTORY INDEX``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from yunlu.training.communication.servers.store import Shard, shard_directory
 
 
 def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) -> None:
-    """Serve one shard of a directory that ``prepare`` made, until a SIGTERM or SIGINT.
+    """Serve one shard of a directory made by ``prepare``, until SIGTERM or SIGINT.
 
     Args:
         directory: Of all servers.
@@ -41,7 +41,7 @@ def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) 
 
 
 def main() -> int:
-    """Read the arguments, and serve."""
+    """Parse arguments and serve."""
     parser = argparse.ArgumentParser(description="Serve a part of a model's weights.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("index", type=int)
@@ -51,7 +51,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(
         1
-    )  # it shares a machine with workers; an update is memory, not arithmetic
+    )  # it shares a machine with workers; updates are bound by memory
     serve(given.directory, given.index, given.host, with_parent=given.with_parent)
     return 0
 

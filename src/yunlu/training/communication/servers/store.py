@@ -1,4 +1,4 @@
-"""One server's whole state, kept on disk: a part of the weights, and on the first one the tickets."""
+"""Durable state of one server: its part of the weights, and on the first one the tickets."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.rules import Ticket
 
 _STATE_GROWTH = 4
-"""A log may be so many times as long as the state itself before that is written anew."""
+"""Maximum log size, as a multiple of the state, before the state is written again."""
 
 
 def prepare(directory: Path, rules: ServerRules, flat: Tensor, decayed: int) -> None:
-    """Lay down what the servers begin with: the directory is there with all of it, or not at all.
+    """Write the initial state of the servers: the directory appears complete, or not at all.
 
-    Servers only ever go on from what their directory holds; to begin is to go on from this.
+    Servers always continue from their directory; this is what they start from.
 
     Args:
         directory: Of all servers; for its owner alone, since it holds the token.
@@ -48,32 +48,32 @@ def prepare(directory: Path, rules: ServerRules, flat: Tensor, decayed: int) -> 
     aside.mkdir(mode=0o700, parents=True)
     token = secrets.token_hex(32)
     for index, part in enumerate(shard_ranges(len(flat), rules.shards)):
-        place = shard_directory(aside, index)
-        place.mkdir(mode=0o700)
+        shard_path = shard_directory(aside, index)
+        shard_path.mkdir(mode=0o700)
         ours = flat[part.start : part.stop].detach().float().cpu().contiguous()
         below = min(max(decayed - part.start, 0), len(part))
-        told, tensors = HeldWeights(rules, ours, below).state()
+        description, tensors = HeldWeights(rules, ours, below).state()
         control: dict[str, Any] = {
             "rules": rules.model_dump(mode="json"),
             "token": token,
             "index": index,
             "length": len(flat),
-            "weights": told,
+            "weights": description,
             "log": "log-0",
         }
-        write_state(place, control, *[each.numpy().data for each in tensors])
+        write_state(shard_path, control, *[tensor.numpy().data for tensor in tensors])
     sync_directory(aside)
     aside.rename(directory)
     sync_directory(directory.parent)
 
 
 def shard_directory(directory: Path, index: int) -> Path:
-    """Where one server keeps what is its own."""
+    """Directory of one server."""
     return directory / f"shard-{index}"
 
 
 class Shard:
-    """What one server holds; every change is on disk before its method returns."""
+    """State of one server; every change is on disk before its method returns."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,11 +122,11 @@ class Shard:
 
     def _gradient_of(self, push: Push, body: memoryview) -> Tensor | None:
         if self.rules.correction == "delay" and push.items:
-            return torch.frombuffer(body, dtype=torch.float32)  # as it was carried over
+            return torch.frombuffer(body, dtype=torch.float32)  # already compensated
         return self.weights.unpack(push, body)
 
     def publish(self, version: int | None = None) -> tuple[int, Tensor]:
-        """The weights as they are, or as the last update found them, in a tensor that stays so.
+        """The current weights, or those before the last update, in a tensor that does not change.
 
         A step that one server has ended and another not, since a worker was lost between them, is
         done again: with the weights it began with.
@@ -138,7 +138,7 @@ class Shard:
         return self._published
 
     def pack(self, version: int, weights: Tensor) -> Tensor:
-        """Published weights as they travel."""
+        """Published weights, encoded."""
         if self._packed is None or self._packed[0] != version:
             packed = torch.empty(self._pull_codec.size_bytes(len(weights)), dtype=torch.uint8)
             self._pull_codec.encode(weights, packed, seed=version)
@@ -146,18 +146,18 @@ class Shard:
         return self._packed[1]
 
     def push(self, push: Push, body: Buffer, before: Tensor | None = None) -> Outcome:
-        """Take a gradient; ``before`` are the weights it was computed with, if they are known."""
+        """Apply a gradient; ``before`` are the weights it was computed with, if known."""
         outcome = self.weights.judge(push.ticket)
         if outcome != "taken":
             return outcome
         gradient = self.weights.unpack(push, body)
-        kept = memoryview(body) if gradient is not None else memoryview(b"")
+        payload = memoryview(body) if gradient is not None else memoryview(b"")
         if self.rules.correction == "delay" and gradient is not None:
             if before is not None:
                 self.weights.compensate(gradient, before)
-            kept = gradient.numpy().data
-        self._tidy()  # before, not after: all servers have ended the step before this one
-        self._journal.append(push.model_dump(mode="json"), kept)
+            payload = gradient.numpy().data
+        self._compact()  # before, not after: all servers have completed the previous step
+        self._journal.append(push.model_dump(mode="json"), payload)
         self._take(push, gradient)
         return outcome
 
@@ -168,7 +168,7 @@ class Shard:
             self._before = before
 
     def claim(self, ticket: Ticket) -> bool:
-        """Whether this ticket's gradient counts; from then on it does."""
+        """Whether this ticket's gradient counts; if so, it is claimed."""
         if not self._tickets().may_claim(ticket):
             return False
         self._journal.append(ClaimTicket(ticket=ticket).model_dump(mode="json"))
@@ -176,28 +176,28 @@ class Shard:
         return True
 
     def complete(self, worker: str, done: CompleteTicket) -> None:
-        """All servers have a ticket's gradient."""
+        """All servers have the gradient of a ticket."""
         dispatcher = self._tickets()
         if done.ticket.number(self.rules) not in dispatcher.over:
-            # Told before it is certain: twice rather than never, and a reader can tell by the ticket.
-            told = {"step": done.ticket.step, "share": done.ticket.share, "worker": worker}
-            append_lines(self.directory / "done.jsonl", [told | done.metrics])
+            # Logged before it is durable: rather twice than never; readers deduplicate by ticket.
+            description = {"step": done.ticket.step, "share": done.ticket.share, "worker": worker}
+            append_lines(self.directory / "done.jsonl", [description | done.metrics])
             self._journal.append(CompleteTicket(ticket=done.ticket).model_dump(mode="json"))
         dispatcher.complete(worker, done.ticket)
 
     def save(self) -> None:
-        """Write the state anew."""
-        told, tensors = self.weights.state()
+        """Write the state again."""
+        description, tensors = self.weights.state()
         tickets = {} if self.dispatcher is None else {"tickets": self.dispatcher.state()}
-        control = {**self._fixed, **tickets, "weights": told}
-        self._journal.write_state(control, *[each.numpy().data for each in tensors])
-        self._state_bytes = sum(each.nbytes for each in tensors)
+        control = {**self._fixed, **tickets, "weights": description}
+        self._journal.write_state(control, *[tensor.numpy().data for tensor in tensors])
+        self._state_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def close(self) -> None:
-        """Let another process have the files."""
+        """Close the files."""
         self._journal.close()
 
-    def _tidy(self) -> None:
+    def _compact(self) -> None:
         if not self.weights.is_between_steps:
             return
         enough = max(self.rules.log_bytes, _STATE_GROWTH * self._state_bytes)

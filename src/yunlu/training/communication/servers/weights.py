@@ -1,4 +1,4 @@
-"""The part of the weights that one server holds, and what gradients do to it."""
+"""A server's part of the weights, and how gradients update it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TYPES = {str(kind): kind for kind in (torch.float32, torch.int64)}
 
 
 class RefusedPushError(Exception):
-    """A gradient that must not change the weights."""
+    """A gradient that must not be applied."""
 
 
 class HeldWeights:
-    """A run of the flat weights, with what the optimiser remembers of it.
+    """A range of the flat weights, with its optimizer state.
 
     Args:
         rules: See there.
@@ -37,12 +37,12 @@ class HeldWeights:
     def __init__(self, rules: ServerRules, flat: Tensor, decayed: int) -> None:
         self.rules, self.flat, self.decayed = rules, flat, decayed
         self.version = 0
-        """Updates made."""
+        """Updates applied."""
         self._seen = TicketSet(rules.first_step * rules.shares)
         self._shares: dict[int, tuple[Push, Tensor | None]] = {}
-        """BSP: what has come of the step under way."""
+        """BSP: gradients received for the current step."""
         self._codec = make_codec(rules.codec, share=rules.codec_share)
-        # The optimiser's builder tells what decays by its shape.
+        # The optimizer's builder decides by shape which weights decay.
         parts = [flat[:decayed].view(1, -1), flat[decayed:]]
         self._weights = [nn.Parameter(part) for part in parts if part.numel()]
         self._optimizer: Any = None
@@ -53,18 +53,18 @@ class HeldWeights:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether every gradient that came is in the weights."""
+        """Whether every received gradient is applied."""
         return not self._shares
 
     @property
     def body_bytes(self) -> int:
-        """The longest gradient, packed."""
+        """Size of an encoded gradient."""
         return self._codec.size_bytes(len(self.flat))
 
-    def judge(self, ticket: Ticket) -> Outcome:
+    def check_ticket(self, ticket: Ticket) -> Outcome:
         """Whether a gradient of this ticket would count."""
         if not ticket.exists(self.rules):
-            raise RefusedPushError(f"there is no ticket {tuple(ticket)}")
+            raise RefusedPushError(f"unknown ticket {tuple(ticket)}")
         if ticket.number(self.rules) in self._seen:
             return "duplicate"
         if self.rules.mode == "bsp" and ticket.step != self.rules.first_step + self.version:
@@ -72,12 +72,12 @@ class HeldWeights:
         return "taken"
 
     def unpack(self, push: Push, body: Buffer) -> Tensor | None:
-        """A gradient as it came, perhaps where it came; none where the ticket is over without one."""
+        """Decode a gradient, in place if possible; None if the ticket ends without one."""
         data = torch.frombuffer(body, dtype=torch.uint8) if memoryview(body).nbytes else _EMPTY
         if not push.items:
             return None
         if len(data) != self.body_bytes:
-            raise RefusedPushError(f"a gradient of {len(data)} bytes came, not {self.body_bytes}")
+            raise RefusedPushError(f"received a gradient of {len(data)} bytes, expected {self.body_bytes}")
         if self.rules.codec == "none":
             gradient = data.view(torch.float32)
         else:
@@ -88,12 +88,12 @@ class HeldWeights:
         return gradient
 
     def compensate(self, gradient: Tensor, before: Tensor) -> None:
-        """Carry a gradient over from the weights before to those now (Zheng et al. 2017)."""
+        """Delay compensation from the weights ``before`` to the current ones (Zheng et al. 2017)."""
         moved = self.flat - before
         gradient.addcmul_(gradient.square(), moved, value=self.rules.delay_strength)
 
-    def take(self, push: Push, gradient: Tensor | None) -> None:
-        """Make the update; deterministic, since a restored server makes it again."""
+    def apply(self, push: Push, gradient: Tensor | None) -> None:
+        """Apply a gradient; deterministic, since a restored server repeats it."""
         self._seen.add(push.ticket.number(self.rules))
         if self.rules.mode != "bsp":
             if gradient is not None:
@@ -107,53 +107,53 @@ class HeldWeights:
         self._shares.clear()
         self.version += 1
         first = push.ticket.step * self.rules.shares
-        for number in range(first, first + self.rules.shares):  # those that need not come, too
+        for number in range(first, first + self.rules.shares):  # including backups
             self._seen.add(number)
 
     def state(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Everything, as JSON and tensors; only between steps."""
+        """State as JSON and tensors; only between steps."""
         assert self.is_between_steps
-        kept = self._optimizer.state_dict()["state"] if self._optimizer else {}
+        optimizer_state = self._optimizer.state_dict()["state"] if self._optimizer else {}
         entries: list[list[Any]] = []
         tensors = [self.flat]
-        for number, values in kept.items():
+        for number, values in optimizer_state.items():
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     entries.append([number, name, str(value.dtype), list(value.shape)])
                     tensors.append(value)
-        told = {
+        description = {
             "version": self.version,
             "seen": self._seen.pack(),
             "decayed": self.decayed,
             "optimizer": entries,
         }
-        return told, [tensor.detach().contiguous() for tensor in tensors]
+        return description, [tensor.detach().contiguous() for tensor in tensors]
 
     def restore(self, state: dict[str, Any], body: memoryview) -> None:
-        """Go on from what ``state`` gave; the weights were read before."""
+        """Restore a ``state``; the weights were read before."""
         self.version, self._seen = state["version"], TicketSet.unpack(state["seen"])
-        place = self.flat.nbytes
-        kept: dict[int, dict[str, Tensor]] = {}
+        offset = self.flat.nbytes
+        optimizer_state: dict[int, dict[str, Tensor]] = {}
         for number, name, kind, shape in state["optimizer"]:
             count = math.prod(shape)
-            value = torch.frombuffer(body, dtype=_TYPES[kind], count=count, offset=place)
-            kept.setdefault(number, {})[name] = value.view(shape).clone()
-            place += value.nbytes
-        if kept:
+            value = torch.frombuffer(body, dtype=_TYPES[kind], count=count, offset=offset)
+            optimizer_state.setdefault(number, {})[name] = value.view(shape).clone()
+            offset += value.nbytes
+        if optimizer_state:
             whole = self._optimizer.state_dict()
-            self._optimizer.load_state_dict({**whole, "state": kept})
+            self._optimizer.load_state_dict({**whole, "state": optimizer_state})
 
     def _end_step(self) -> None:
-        """Update by the mean over all items; added up in the order of shares, not of their coming."""
-        came = [self._shares[share] for share in sorted(self._shares)]
-        counted = [(push, gradient) for push, gradient in came if gradient is not None]
-        if not counted:
+        """Update by the mean over all items, summed in the order of shares, not of arrival."""
+        shares = [self._shares[share] for share in sorted(self._shares)]
+        gradients = [(push, gradient) for push, gradient in shares if gradient is not None]
+        if not gradients:
             return
-        first, mean = counted[0]
-        if len(counted) > 1:
-            total = sum(push.items for push, _ in counted)
+        first, mean = gradients[0]
+        if len(gradients) > 1:
+            total = sum(push.items for push, _ in gradients)
             mean = torch.zeros_like(self.flat)
-            for push, gradient in counted:
+            for push, gradient in gradients:
                 mean.add_(gradient, alpha=push.items / total)
         self._update(mean, first.lr, 0)
 
@@ -162,17 +162,17 @@ class HeldWeights:
             return
         if self.rules.correction == "rate":
             lr /= 1 + max(staleness, 0)
-        place = 0
+        offset = 0
         for weight in self._weights:
-            weight.grad = gradient[place : place + weight.numel()].view(weight.shape)
-            place += weight.numel()
+            weight.grad = gradient[offset : offset + weight.numel()].view(weight.shape)
+            offset += weight.numel()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all are; a sum that is finite is proof enough, and reads them once."""
+    """Whether all values are finite; a finite sum proves it in one pass."""
     return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
 
 

@@ -40,7 +40,7 @@ def _lose_one(rank: int, store: str) -> tuple[int, list[float], str]:
                 os.kill(os.getpid(), signal.SIGKILL)
     except LinkLostError as error:
         said = str(error)
-    averaging.fall_back()
+    averaging.return_to_anchor()
     averaging.close()
     return averaging.rounds, weights[0][:3].tolist(), said
 

@@ -117,7 +117,7 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
             index = chance.randrange(2)
             acknowledged = [ticket for worker in crew for ticket in list(worker.losses)]
             left = servers.kill(index)
-            assert all(left.weights.judge(ticket) == "duplicate" for ticket in acknowledged)
+            assert all(left.weights.check_ticket(ticket) == "duplicate" for ticket in acknowledged)
             kept = left.weights.flat.clone()
             left.close()
             again = Shard(left.directory)

@@ -199,7 +199,7 @@ class Hand:
         for _ in range(tickets):
             next(self._batches)
             self._engine.optimizer.metrics |= {"loss": 1.0, "grad_norm": 1.0, "memory_bytes": 1}
-            self._engine.optimizer.leave_out()
+            self._engine.optimizer.skip_ticket()
 
     def close(self) -> None:
         self._engine.client.close()

@@ -219,7 +219,7 @@ class AsyncCoordinator:
         if weights is None:  # a server must come back first
             return False
         self._callbacks.checkpoints.finish_copy()
-        self._client.spread(weights)
+        self._client.set_weights(weights)
         recompute_averages(self._engine)
         self._engine.steps_done = self._evaluated_step = self._progress.steps
         is_last = self._progress.steps >= self._plan.steps

@@ -14,7 +14,7 @@ from yunlu.runs.events import PrecisionChanged, StepSkipped
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
+from yunlu.training.communication.servers.engine_adapter import ServerOptimizer, ticket_batches
 from yunlu.training.engine import Engine
 from yunlu.training.engine_builders import seed_step
 from yunlu.training.guard import StepVerdict, diverged
@@ -62,7 +62,7 @@ def train_worker(run: RunStore, job: Job, plan: Plan, parts: TrainingInputs, *, 
 class AsyncEngine(Engine):
     """Engine whose weights are held by servers."""
 
-    optimizer: ServedOptimizer
+    optimizer: ServerOptimizer
     client: ServerClient
 
     def __init__(
@@ -77,9 +77,9 @@ class AsyncEngine(Engine):
     ) -> None:
         def open_servers(
             _job: Job, _plan: Plan, _model: object, weights: Sequence[Tensor]
-        ) -> tuple[ServedOptimizer, None]:
+        ) -> tuple[ServerOptimizer, None]:
             self.client = ServerClient(servers, weights, worker=name)
-            return ServedOptimizer(self.client, weights), None
+            return ServerOptimizer(self.client, weights), None
 
         super().__init__(job, plan, parts, emit, optimizer_of=open_servers)
 
@@ -119,17 +119,17 @@ class AsyncEngine(Engine):
         """Push the gradient; after an overflow the ticket ends without one."""
         is_applied = super().update(norm)
         if not is_applied:
-            self.optimizer.leave_out()
+            self.optimizer.skip_ticket()
         return is_applied
 
     def discard_step(self) -> bool:
         """End a bad ticket without a gradient."""
-        self.optimizer.leave_out()
+        self.optimizer.skip_ticket()
         return super().discard_step()
 
     def skip_step(self) -> None:
         """End a ticket of a step known as bad."""
-        self.optimizer.leave_out()
+        self.optimizer.skip_ticket()
         super().skip_step()
 
 

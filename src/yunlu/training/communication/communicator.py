@@ -309,7 +309,7 @@ class LocalUpdateCommunicator:
 
     def abandon(self) -> int | None:
         """Return to the oldest weights all workers agreed on, so that no sample is lost."""
-        self._averaging.fall_back()
+        self._averaging.return_to_anchor()
         return self._round_steps[self._averaging.rounds - self._first_round]
 
     def state(self) -> dict[str, Tensor]:

@@ -283,7 +283,7 @@ def test_a_lost_worker_ends_the_exchange_and_the_rest_can_agree(delay: int) -> N
         with pytest.raises(LinkLostError):
             averaging.synchronize()
         assert _flat(weights).isfinite().all()
-        averaging.fall_back()
+        averaging.return_to_anchor()
         rounds = averaging.rounds
         averaging.close()
         return rounds, _flat(weights)
@@ -348,7 +348,7 @@ def _train_in_sites(
     weights = _weights()
     if rank == mates[0]:
         between = connect(store, number, len(sites), "127.0.0.1", name="between")
-        averaging = WeightAveraging(weights, between, rules, mates=inside)
+        averaging = WeightAveraging(weights, between, rules, site_transport=inside)
     else:
         averaging = SiteFollower(weights, inside, rules)
     try:

@@ -29,7 +29,7 @@ from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.engine_adapter import ServedOptimizer, ticket_batches
+from yunlu.training.communication.servers.engine_adapter import ServerOptimizer, ticket_batches
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.frames import pack
 from yunlu.training.communication.servers.messages import (
@@ -203,12 +203,12 @@ def test_a_step_that_one_shard_has_and_another_not_is_done_with_the_weights_it_b
         model = build()
         flat = FlatWeights(list(model.parameters()))
         link = ServerLink(servers.directory, 0, "half", tuple, Traffic(), patience_s=LIMIT_S)
-        ticket = link.ask(TakeTicket(), waits=True).ticket
+        ticket = link.call(TakeTicket(), waits=True).ticket
         assert ticket is not None
         loss_of(model, ticket)[0].backward()
         part = flat.read_gradients()[: len(shard_ranges(flat.length, 2)[0])].numpy().data
-        asked = link.begin(Push(ticket=ticket, lr=LR, items=24, version=0), part)
-        assert link.finish(asked).answer.outcome == "taken"
+        asked = link.send(Push(ticket=ticket, lr=LR, items=24, version=0), part)
+        assert link.receive(asked).reply.outcome == "taken"
         link.close()
         if is_restored:
             servers.stop(0)
@@ -393,7 +393,7 @@ def test_an_engine_trains_by_tickets_and_takes_each_sample_once(tmp_path: Path):
         model = build()
         weights = list(model.parameters())
         client = servers.client(name, model)
-        optimizer = ServedOptimizer(client, weights)
+        optimizer = ServerOptimizer(client, weights)
         micros = ticket_batches(
             client, range(10), collate, order, micro_batch=1, begin=optimizer.begin
         )

@@ -197,8 +197,8 @@ class Play:
         found = self.dispatcher.take(worker)
         if isinstance(found, Ticket):
             assert found.exists(self.rules)
-            assert found.number(self.rules) not in self.dispatcher.over
-            ahead = found.step - self.dispatcher.over.below // self.rules.shares
+            assert found.number(self.rules) not in self.dispatcher.done
+            ahead = found.step - self.dispatcher.done.below // self.rules.shares
             most = {"asp": self.rules.steps, "ssp": self.rules.staleness, "bsp": 0}
             assert 0 <= ahead <= most[self.rules.mode]
 
@@ -208,7 +208,7 @@ class Play:
             return
         if self.rules.backups:
             self.dispatcher.claim(ticket)
-        if ticket.number(self.rules) not in self.dispatcher.over:
+        if ticket.number(self.rules) not in self.dispatcher.done:
             self.counted[ticket] = self.counted.get(ticket, 0) + 1
         self.dispatcher.complete(worker, ticket)
 
@@ -331,14 +331,14 @@ def test_stale_gradients_are_corrected_as_the_papers_say():
     plain, slower, carried = held(), held(correction="rate"), held(correction="delay")
     for weights in (plain, slower, carried):
         for step in range(3):
-            weights.take(push_of(step, version=step), torch.ones(2))
+            weights.apply(push_of(step, version=step), torch.ones(2))
     before = torch.tensor([1.0, -2.0])
     now = plain.flat.clone()
     for weights in (plain, slower, carried):
         torch.testing.assert_close(weights.flat, now, rtol=0, atol=0)
-    plain.take(push_of(3, version=0), gradient.clone())
+    plain.apply(push_of(3, version=0), gradient.clone())
     torch.testing.assert_close(plain.flat, now - 0.1 * gradient)
-    slower.take(push_of(3, version=0), gradient.clone())
+    slower.apply(push_of(3, version=0), gradient.clone())
     torch.testing.assert_close(slower.flat, now - 0.1 / 4 * gradient)
     moved = gradient.clone()
     carried.compensate(moved, before)
@@ -352,14 +352,14 @@ def test_a_step_is_the_mean_over_its_items_in_whatever_order_they_come():
     for order in ((0, 1, 2), (2, 0, 1)):
         weights = HeldWeights(rules, torch.tensor([1.0, -2.0]), 1)
         for share in order:
-            weights.take(push_of(0, share=share, items=share + 1), gradients[share].clone())
-            assert weights.judge(Ticket(0, share)) == "duplicate"
+            weights.apply(push_of(0, share=share, items=share + 1), gradients[share].clone())
+            assert weights.check_ticket(Ticket(0, share)) == "duplicate"
         assert weights.version == 1
         ends.append(weights.flat)
     assert torch.equal(*ends)
     alone = HeldWeights(rules.model_copy(update={"shares": 1}), torch.tensor([1.0, -2.0]), 1)
     mean = sum(((share + 1) / 6 * gradients[share] for share in range(3)), torch.zeros(2))
-    alone.take(push_of(0), mean)
+    alone.apply(push_of(0), mean)
     torch.testing.assert_close(ends[0], alone.flat)
 
 
@@ -370,9 +370,9 @@ def test_gradients_that_do_not_fit_are_refused():
     with pytest.raises(RefusedPushError, match="not finite"):
         weights.unpack(push_of(0), body_of(torch.tensor([1, 1, torch.nan, 1])))
     with pytest.raises(RefusedPushError, match="no ticket"):
-        weights.judge(Ticket(3))
+        weights.check_ticket(Ticket(3))
     with pytest.raises(RefusedPushError, match="not begun"):
-        weights.judge(Ticket(1))
+        weights.check_ticket(Ticket(1))
     assert weights.unpack(push_of(0, items=0), b"") is None
 
 
@@ -405,14 +405,14 @@ def test_a_restored_shard_has_the_same_bits(tmp_path: Path, name: Any, mode: Any
             shard.complete("w", CompleteTicket(ticket=push.ticket, metrics={"loss": 1.0}))
             if before is not None:
                 steady.compensate(gradient, before)
-            steady.take(push, gradient)
+            steady.apply(push, gradient)
             shard.close()
             shard = Shard(place)
             assert torch.equal(shard.weights.flat, steady.flat)
             assert shard.weights.version == steady.version
-            assert shard.weights.judge(push.ticket) == "duplicate"
+            assert shard.weights.check_ticket(push.ticket) == "duplicate"
             assert shard.dispatcher is not None
-            assert push.ticket.number(rules) in shard.dispatcher.over
+            assert push.ticket.number(rules) in shard.dispatcher.done
     assert shard.dispatcher is not None
     assert shard.dispatcher.completed == 26
     assert len((place / "done.jsonl").read_text().splitlines()) == 26

@@ -22,7 +22,7 @@ import xxhash
 
 from yunlu.training.communication.codecs.codec import IdentityCodec
 from yunlu.training.communication.codecs.registry import make_codec
-from yunlu.training.communication.local.mean_exchange import MeanExchange, share_of
+from yunlu.training.communication.local.mean_exchange import MeanExchange, owned_slice
 from yunlu.training.communication.transport_session import Traffic
 
 if TYPE_CHECKING:
@@ -203,7 +203,10 @@ class WeightAveraging:
 
     def traffic(self) -> Traffic:
         """Bytes sent so far."""
-        mine, theirs = self._transport.traffic, self._site_transport.traffic if self._site_transport else Traffic()
+        mine, theirs = (
+            self._transport.traffic,
+            self._site_transport.traffic if self._site_transport else Traffic(),
+        )
         return Traffic(
             mine.sent_bytes + theirs.sent_bytes,
             mine.received_bytes + theirs.received_bytes,
@@ -231,8 +234,8 @@ class WeightAveraging:
             self._site_transport.close()
 
     def _make_part(self, number: int, length: int) -> _WeightPart:
-        whole = share_of(length, number, self.rules.parts)
-        share = share_of(whole.stop - whole.start, self._transport.rank, self._transport.size)
+        whole = owned_slice(length, number, self.rules.parts)
+        share = owned_slice(whole.stop - whole.start, self._transport.rank, self._transport.size)
         ours = slice(whole.start + share.start, whole.start + share.stop)
         return _WeightPart(
             whole,

@@ -71,7 +71,9 @@ class MeanExchange:
     def _collect(self, parts: list[Tensor], weight: float, origin: int, number: int) -> Tensor:
         """Mean of this worker's slice; what is sent of the other slices is subtracted from ``parts``."""
         own = parts[self._transport.rank]
-        outgoing = {peer: self._message_buffer("to", peer, len(parts[peer])) for peer in self._others}
+        outgoing = {
+            peer: self._message_buffer("to", peer, len(parts[peer])) for peer in self._others
+        }
         incoming = {peer: self._message_buffer("from", peer, len(own)) for peer in self._others}
         header = bytearray(_HEADER.pack(weight, origin))
         for peer, message in outgoing.items():

@@ -25,4 +25,8 @@ class SiteFollower(WeightAveraging):
         self._rounds += 1
         pending_round.becomes_anchor = bool(flag[0])
         if not pending_round.becomes_anchor:
-            torch.sub(self._anchor[pending_round.part.whole], pending_round.change, out=pending_round.change)
+            torch.sub(
+                self._anchor[pending_round.part.whole],
+                pending_round.change,
+                out=pending_round.change,
+            )

@@ -206,7 +206,8 @@ class ServerClient:
                 hint="Push it without items: the ticket then ends without a gradient.",
             )
         packed = [
-            self._pack(flat, index, ticket) if items else None for index in range(len(self._shard_ranges))
+            self._pack(flat, index, ticket) if items else None
+            for index in range(len(self._shard_ranges))
         ]
         requests = [
             Push(ticket=ticket, lr=lr, items=items, version=version) for version in self.versions

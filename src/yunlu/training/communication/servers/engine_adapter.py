@@ -113,7 +113,10 @@ def ticket_batches(
             return
         taken_at = perf_counter()
         ticket_indices = _ticket_samples(order, ticket, client.rules.shares, weights)
-        pieces = (ticket_indices[first : first + micro_batch] for first in range(0, len(ticket_indices), micro_batch))
+        pieces = (
+            ticket_indices[first : first + micro_batch]
+            for first in range(0, len(ticket_indices), micro_batch)
+        )
         micros = list(load(samples, collate, pieces, workers=0, digests=digests))
         items = sum(micro.items for micro in micros)
         if items == 0:  # more shares than samples, or no items

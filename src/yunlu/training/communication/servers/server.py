@@ -160,7 +160,9 @@ class ShardServer:
         except (OSError, EOFError) as error:
             self._disconnect(link, str(error) or "the connection closed")
         except BadFrameError as error:
-            log.warning("rejected data of %s: %s", client.worker or "an unauthenticated client", error)
+            log.warning(
+                "rejected data of %s: %s", client.worker or "an unauthenticated client", error
+            )
             self._disconnect(link, str(error))
 
     def _read(self, client: _ClientConnection) -> None:

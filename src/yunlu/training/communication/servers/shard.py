@@ -49,9 +49,7 @@ def main() -> int:
     parser.add_argument("--with-parent", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(
-        1
-    )  # it shares a machine with workers; updates are bound by memory
+    torch.set_num_threads(1)  # it shares a machine with workers; updates are bound by memory
     serve(given.directory, given.index, given.host, with_parent=given.with_parent)
     return 0
 

@@ -147,7 +147,7 @@ class Shard:
 
     def push(self, push: Push, body: Buffer, before: Tensor | None = None) -> Outcome:
         """Apply a gradient; ``before`` are the weights it was computed with, if known."""
-        outcome = self.weights.judge(push.ticket)
+        outcome = self.weights.check_ticket(push.ticket)
         if outcome != "taken":
             return outcome
         gradient = self.weights.unpack(push, body)
@@ -163,7 +163,7 @@ class Shard:
 
     def _take(self, push: Push, gradient: Tensor | None) -> None:
         before = self.publish() if self.rules.mode == "bsp" else None
-        self.weights.take(push, gradient)
+        self.weights.apply(push, gradient)
         if before is not None and before[0] != self.weights.version:
             self._before = before
 
@@ -178,7 +178,7 @@ class Shard:
     def complete(self, worker: str, done: CompleteTicket) -> None:
         """All servers have the gradient of a ticket."""
         dispatcher = self._tickets()
-        if done.ticket.number(self.rules) not in dispatcher.over:
+        if done.ticket.number(self.rules) not in dispatcher.done:
             # Logged before it is durable: rather twice than never; readers deduplicate by ticket.
             description = {"step": done.ticket.step, "share": done.ticket.share, "worker": worker}
             append_lines(self.directory / "done.jsonl", [description | done.metrics])

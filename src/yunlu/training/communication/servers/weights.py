@@ -77,7 +77,9 @@ class HeldWeights:
         if not push.items:
             return None
         if len(data) != self.body_bytes:
-            raise RefusedPushError(f"received a gradient of {len(data)} bytes, expected {self.body_bytes}")
+            raise RefusedPushError(
+                f"received a gradient of {len(data)} bytes, expected {self.body_bytes}"
+            )
         if self.rules.codec == "none":
             gradient = data.view(torch.float32)
         else:

@@ -11,8 +11,8 @@ from yunlu.jobs.lifecycle import make_plan
 from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.spec.load import job_from_mapping
-from yunlu.tuning.conducting.places import LocalPlaces
-from yunlu.tuning.forecast import StudyForecast, foretell, trial_time_of
+from yunlu.tuning.study_runner.slots import LocalSlots
+from yunlu.tuning.forecast import StudyForecast, predict_search, trial_time_of
 from yunlu.tuning.study import Study
 from yunlu.tuning.values import TrialState
 
@@ -85,7 +85,7 @@ def foresee(job: Job, *, devices: int) -> dict[Mode, StudyForecast]:
     plan = make_plan(job.model_copy(update={"search": None, "devices": 1}))
     trial = trial_time_of(plan, devices=devices)
     return {
-        mode: foretell(
+        mode: predict_search(
             job, job.search, rungs=ETA**2, devices=devices, trial=trial, elastic=mode == "elastic"
         )
         for mode in ("static", "elastic")
@@ -99,7 +99,7 @@ def live_through(
     os.environ["YUNLU_HOME"] = str(home)  # noqa: TID251 (each study has runs of its own)
     with Study(job, name=f"live-{mode}") as study:
         began_at = time.time()
-        study.optimize(places=LocalPlaces(devices), elastic=mode == "elastic", on_change=watch)
+        study.optimize(places=LocalSlots(devices), elastic=mode == "elastic", on_change=watch)
         ended_at = time.time()
         view = study.view()
     assert view.best is not None

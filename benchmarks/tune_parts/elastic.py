@@ -2,7 +2,7 @@
 
 Simulated. Every rung waits for all of its trials (Jamieson and Talwalkar, arXiv 1502.07943; the first
 bracket of Hyperband, arXiv 1603.06560). Static: a trial has one device, and whoever is left over has one
-still. Elastic: ``yunlu.tuning.conducting.sharing`` decides anew whenever a trial arrives. A change of devices costs a
+still. Elastic: ``yunlu.tuning.study_runner.device_shares`` decides anew whenever a trial arrives. A change of devices costs a
 trial 5 % of what it then still has before it, also when it only goes on from its checkpoint with another
 number than it last had.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.tune_parts.figures import Figure
-from yunlu.tuning.conducting.sharing import Claim, share
+from yunlu.tuning.study_runner.device_shares import DeviceClaim, share_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ def _run_rung(
 ) -> float:
     now, left = 0.0, [*runners]
     while left:
-        shares = share(devices, [_claim(r, devices, power, pause) for r in left])
+        shares = share_devices(devices, [_claim(r, devices, power, pause) for r in left])
         assert sum(shares.values()) <= devices
         for runner in left:
             _give(runner, shares[runner.number], power, pause)
@@ -116,12 +116,12 @@ def _run_rung(
     return now
 
 
-def _claim(runner: _Runner, devices: int, power: float, pause: float | None) -> Claim:
+def _claim(runner: _Runner, devices: int, power: float, pause: float | None) -> DeviceClaim:
     """As the study would see it: what a change costs is guessed for an even share of the devices."""
     work = runner.work + runner.pause * (runner.held**power if runner.held else 0.0)
     cost = RESIZE * work / devices**power if pause is None else pause
     start = cost if runner.last and not runner.held else 0.0
-    return Claim(
+    return DeviceClaim(
         number=runner.number, work_s=work, held=runner.held, power=power,
         resize_s=cost, start_s=start, promise=1.0 / (1 + runner.number),
     )  # fmt: skip

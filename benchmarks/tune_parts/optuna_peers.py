@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from yunlu.tuning.values import Begin, Judged, TrialState, Verdict
+from yunlu.tuning.values import StartTrial, Judgement, TrialState, Verdict
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-    from yunlu.tuning.values import Dimension, Move, Stand
+    from yunlu.tuning.values import Dimension, Action, StudySnapshot
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -36,7 +36,7 @@ class OptunaPeer:
         self._space = {each.name: as_distribution(each) for each in dimensions}
         self._asked: dict[int, optuna.Trial] = {}
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """A new trial, always: Optuna holds none."""
         for number in [*self._asked]:
             trial = stand.trials[number]
@@ -48,17 +48,17 @@ class OptunaPeer:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             asked = self._study.ask(self._space)
         self._asked[asked.number] = asked
-        return Begin(asked.params, stand.rungs)
+        return StartTrial(asked.params, stand.rungs)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """What the pruner says."""
         asked, trial = self._asked[number], stand.trials[number]
         asked.report(trial.points[-1].value, trial.rung)
         if not asked.should_prune():
-            return Judged(Verdict.GO_ON)
+            return Judgement(Verdict.GO_ON)
         del self._asked[number]
         self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
-        return Judged(Verdict.PRUNE)
+        return Judgement(Verdict.PRUNE)
 
 
 def as_distribution(dimension: Dimension) -> BaseDistribution:

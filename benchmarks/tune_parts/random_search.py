@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.tune_parts.sampling import draw
-from yunlu.tuning.values import Begin, Judged, Verdict
+from yunlu.tuning.values import StartTrial, Judgement, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Dimension, Move, Stand
+    from yunlu.tuning.values import Dimension, Action, StudySnapshot
 
 
 class Random:
@@ -19,14 +19,14 @@ class Random:
     def __init__(self, dimensions: tuple[Dimension, ...], *, seed: int) -> None:
         self._dimensions, self._seed = dimensions, seed
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """The setting depends on the seed and the trial's number only."""
         rng = np.random.default_rng([self._seed, len(stand.trials)])
-        return Begin(draw(self._dimensions, rng), stand.rungs)
+        return StartTrial(draw(self._dimensions, rng), stand.rungs)
 
-    def judge(self, number: int, stand: Stand) -> Judged:  # noqa: ARG002 (a Method's)
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:  # noqa: ARG002 (a Method's)
         """Nobody is stopped."""
-        return Judged(Verdict.GO_ON)
+        return Judgement(Verdict.GO_ON)
 
 
 def make_random(dimensions: tuple[Dimension, ...], rungs: int, seed: int) -> Random:  # noqa: ARG001

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from benchmarks.tune_parts.random_search import Random
-from yunlu.tuning.values import Judged, Verdict
+from yunlu.tuning.values import Judgement, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Dimension, Move, Stand
+    from yunlu.tuning.values import Dimension, Action, StudySnapshot
 
 
 class RayAsha:
@@ -25,19 +25,19 @@ class RayAsha:
         self._scheduler: Any = ASHAScheduler(metric="value", mode="min", max_t=rungs)
         self._trials: dict[int, Any] = {}
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """A new trial, always: ASHA in Ray Tune stops, and never holds."""
         number = len(stand.trials)
         self._trials[number] = SimpleNamespace(trial_id=str(number))
         self._scheduler.on_trial_add(None, self._trials[number])
         return self._random.choose(stand)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """What the scheduler says."""
         trial = stand.trials[number]
         result = {"training_iteration": trial.rung, "value": trial.points[-1].value}
         action = self._scheduler.on_trial_result(None, self._trials[number], result)
         if action != TrialScheduler.STOP:
-            return Judged(Verdict.GO_ON)
+            return Judgement(Verdict.GO_ON)
         self._scheduler.on_trial_complete(None, self._trials[number], result)
-        return Judged(Verdict.PRUNE)
+        return Judgement(Verdict.PRUNE)

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.tune_parts.figures import Figure
 from benchmarks.tune_parts.sampling import sample
-from yunlu.tuning.values import Begin, Dimension, Point, Stand, Trial, TrialState
+from yunlu.tuning.values import StartTrial, Dimension, Point, StudySnapshot, Trial, TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,16 +82,16 @@ def _ask_yunlu(trials: list[Trial]) -> list[float]:
     rng = np.random.default_rng(1)
     took_ms: list[float] = []
     while len(took_ms) <= _ASKED:
-        stand = Stand(trials=tuple(trials), rungs=_RUNGS, workers=4)
+        stand = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
         move, chosen_ms = _time(partial(method.choose, stand))
-        if isinstance(move, Begin):
+        if isinstance(move, StartTrial):
             trial = _end_trial(len(trials), move.params, move.until, rng)
             trials.append(trial)
         else:
             trial = _end_trial(move.number, trials[move.number].params, move.until, rng)
         running = replace(trial, state=TrialState.RUNNING)
         trials[trial.number] = running
-        stand = Stand(trials=tuple(trials), rungs=_RUNGS, workers=4)
+        stand = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
         _, judged_ms = _time(partial(method.judge, trial.number, stand))
         trials[trial.number] = trial
         took_ms.append(chosen_ms + judged_ms)

@@ -40,10 +40,10 @@ class Jobs(ClientContract):
         return Job.model_validate(
             {
                 "task": "language-modeling",
-                "model": {"name": "transformer", "args": {"width": 512, "layers": 6, "heads": 8}},
-                "data": {"train": "corpus.txt", "tokens": 10_000_000, "max_length": 512},
+                "model": "hf:meta-llama/Llama-3.2-1B",
+                "data": {"train": "corpus.txt", "tokens": 100_000_000, "max_length": 1024},
                 "train": {"batch": 64, "epochs": 1},
-                "goal": {"gpu": ["A100-80GB", "L4"], "cloud": ["aws", "gcp"], "max_devices": 4},
+                "goal": {"gpu": ["A100-80GB", "L4"], "cloud": ["aws", "gcp", "lambda"], "max_devices": 8},
             }
         )
 

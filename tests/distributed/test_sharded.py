@@ -63,7 +63,7 @@ def _train(world: World, kind: str, micros: int, freezes: bool) -> tuple[float, 
             replicas=world.layout.replicas,
             before=lambda last: set_sync(model, last=last),
         )
-        used.settle()
+        used.clear_unused()
         first = first or [_whole(weight.grad) for weight in model.parameters()]
         total = world.sum_over_all(torch.tensor(loss, dtype=torch.float64)).item()
         losses.append(total / world.layout.tp)

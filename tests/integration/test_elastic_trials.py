@@ -19,14 +19,14 @@ from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.spec.job import Job
-from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces
+from yunlu.tuning.study_runner.slots import LocalSlots, Slots, PoolSlots
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 BATCH = 32
 
 
-def make_trial(places: Places) -> RunStore:
+def make_trial(places: Slots) -> RunStore:
     job = Job.model_validate(
         {
             "name": "trial",
@@ -97,7 +97,7 @@ def check_samples(run: RunStore) -> None:
 
 @pytest.mark.long
 def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
-    places = LocalPlaces(2)
+    places = LocalSlots(2)
     run = make_trial(places)
     with ended(run):
         places.start(run, 1, most=1)
@@ -128,7 +128,7 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
 def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> None:
     settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=1.0, look_s=0.2)
     control.bring_up(own_home, settings)
-    places = PoolPlaces()
+    places = PoolSlots()
     run = make_trial(places)
     try:
         with ended(run):

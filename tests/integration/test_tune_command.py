@@ -24,7 +24,7 @@ from tests.integration.toy_tune import find_toys, refuse_plan
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.cli.main import main
 from yunlu.tuning import forecast
-from yunlu.tuning.conducting import places
+from yunlu.tuning.study_runner import slots
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

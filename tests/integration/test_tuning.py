@@ -25,11 +25,11 @@ from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
-from yunlu.tuning.conducting.conductor import conduct
+from yunlu.tuning.study_runner.runner import run_to_end
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError
-from yunlu.tuning.values import Begin, End, GoOn, Judged, Move, Stand, TrialState, Verdict, Wait
-from yunlu.tuning.view import StudyView, look
+from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, Action, StudySnapshot, TrialState, Verdict, WaitForResults
+from yunlu.tuning.view import StudyView, read_view
 
 ROOT = Path(__file__).parents[2]
 KILLS = 4
@@ -70,53 +70,53 @@ def wait_for_change(path: Path, process: subprocess.Popen[bytes]) -> None:
 class Rungs:
     """Three trials, each held at every rung: the next one goes on in turn."""
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         if len(stand.trials) < 3:
-            return Begin({"train.optimizer.lr": 10.0 ** -(len(stand.trials) + 1)}, until=1)
+            return StartTrial({"train.optimizer.lr": 10.0 ** -(len(stand.trials) + 1)}, until=1)
         held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
         if held:
             trial = min(held, key=lambda trial: (trial.rung, trial.number))
-            return GoOn(trial.number, trial.rung + 1)
-        return Wait() if any(not t.state.is_over for t in stand.trials) else End("all are done")
+            return Continue(trial.number, trial.rung + 1)
+        return WaitForResults() if any(not t.state.is_over for t in stand.trials) else EndStudy("all are done")
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         del number, stand
-        return Judged(Verdict.HOLD, reason="in turn")
+        return Judgement(Verdict.HOLD, reason="in turn")
 
 
 class Eager:
     """One trial that is let on from rung to rung; it never leaves its place."""
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         if stand.trials:
-            return End("one is enough")
-        return Begin({"train.optimizer.lr": 0.01}, until=1)
+            return EndStudy("one is enough")
+        return StartTrial({"train.optimizer.lr": 0.01}, until=1)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
-        return Judged(Verdict.GO_ON, until=stand.trials[number].rung + 1)
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+        return Judgement(Verdict.GO_ON, until=stand.trials[number].rung + 1)
 
 
 class Ruthless:
     """Every second trial is given up at its first evaluation."""
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         number = len(stand.trials)
-        return Begin({"train.optimizer.lr": 0.1 / (number + 1)}, until=1) if number < 3 else Wait()
+        return StartTrial({"train.optimizer.lr": 0.1 / (number + 1)}, until=1) if number < 3 else WaitForResults()
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         if number % 2 == 0:
-            return Judged(Verdict.PRUNE, reason="an even number")
-        return Judged(Verdict.GO_ON, until=stand.rungs)
+            return Judgement(Verdict.PRUNE, reason="an even number")
+        return Judgement(Verdict.GO_ON, until=stand.rungs)
 
 
 class Repeating:
     """The same two settings again and again."""
 
-    def choose(self, stand: Stand) -> Move:
-        return Begin({"train.optimizer.lr": (0.1, 0.01)[len(stand.trials) % 2]}, until=stand.rungs)
+    def choose(self, stand: StudySnapshot) -> Action:
+        return StartTrial({"train.optimizer.lr": (0.1, 0.01)[len(stand.trials) % 2]}, until=stand.rungs)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
-        return Judged(Verdict.GO_ON, until=stand.trials[number].until)
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+        return Judgement(Verdict.GO_ON, until=stand.trials[number].until)
 
 
 def test_a_study_records_every_trial_and_optuna_reads_it(own_home: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_metric_to_maximise_keeps_its_sign() -> None:
 @pytest.mark.slow
 def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: Path) -> None:
     study = Study(toy_job(), name="rungs")
-    conduct(study.records, method=Rungs(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Rungs(), places=ToyPlaces(), elastic=False)
     assert [facts.state for facts in study.trials] == [TrialState.DONE] * 3
     for facts in study.trials:
         run = open_run(own_home / str(facts.run))
@@ -163,14 +163,14 @@ def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: 
 
 def test_a_trial_that_is_let_on_never_leaves_its_place(own_home: Path) -> None:
     study = Study(toy_job(), name="eager")
-    conduct(study.records, method=Eager(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Eager(), places=ToyPlaces(), elastic=False)
     run = open_run(own_home / str(study.trials[0].run))
     assert sum(isinstance(event, AttemptStarted) for event, _ in run.read_events()) == 1
 
 
 def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) -> None:
     study = Study(toy_job(trials=3), name="pruned")
-    conduct(study.records, method=Ruthless(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Ruthless(), places=ToyPlaces(), elastic=False)
     states = [facts.state for facts in study.trials]
     assert states == [TrialState.PRUNED, TrialState.DONE, TrialState.PRUNED]
     for facts in study.trials[::2]:
@@ -206,7 +206,7 @@ def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
             conductor.kill()
             conductor.wait()
     assert code == 0
-    view = look("killed")
+    view = read_view("killed")
     assert view.state == "finished"
     assert [facts.params for facts in view.trials] == [facts.params for facts in whole.trials]
     runs = runs_of(own_home, "killed")
@@ -296,7 +296,7 @@ def test_three_failures_alike_end_a_study_and_one_does_not() -> None:
     with pytest.raises(StudyError, match="the first 3 trials failed alike: a rate of") as failed:
         optimize(Study(toy_job(args={"fails": True}, trials=50), name="bad"))
     assert failed.value.hint == "take another"
-    view = look("bad")
+    view = read_view("bad")
     assert view.state == "failed"
     assert 3 <= view.count(TrialState.FAILED) <= 4
     space = {"train.optimizer.lr": [0.1, 0.01], "model.args.fails": [True, False]}
@@ -314,7 +314,7 @@ def test_an_objective_that_is_never_reported_is_told_early() -> None:
     with pytest.raises(StudyError, match="f1 is never reported") as refused:
         optimize(Study(toy_job(trials=9), maximize="f1", name="unknown"))
     assert "accuracy" in str(refused.value.hint)
-    assert len(look("unknown").trials) <= 2
+    assert len(read_view("unknown").trials) <= 2
     with pytest.raises(StudyError, match="no evaluations on validation data"):
         optimize(Study(toy_job(trials=9, args={"silent": True}), name="silent"))
     job = toy_job(trials=1)
@@ -341,7 +341,7 @@ def test_copies_of_a_population_begin_where_their_models_were(own_home: Path) ->
 
 def test_a_setting_is_trained_once(own_home: Path) -> None:
     study = Study(toy_job(trials=4), name="twins")
-    conduct(study.records, method=Repeating(), places=ToyPlaces(1), elastic=False)
+    run_to_end(study.records, method=Repeating(), places=ToyPlaces(1), elastic=False)
     view = study.view()
     assert [f.state for f in view.trials] == [TrialState.DONE] * 4
     assert [f.curve for f in view.trials[2:]] == [f.curve for f in view.trials[:2]]

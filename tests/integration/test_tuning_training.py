@@ -20,10 +20,10 @@ from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
-from yunlu.tuning.conducting.cloning import clone
-from yunlu.tuning.conducting.places import LocalPlaces
-from yunlu.tuning.conducting.story import read_story
-from yunlu.tuning.conducting.trial_runs import write_verdict
+from yunlu.tuning.study_runner.cloning import clone
+from yunlu.tuning.study_runner.slots import LocalSlots
+from yunlu.tuning.study_runner.trial_events import read_trial_events
+from yunlu.tuning.study_runner.trial_runs import write_verdict
 from yunlu.tuning.study import Study
 from yunlu.tuning.values import TrialState
 
@@ -102,7 +102,7 @@ def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunSto
     assert states[-2].state == "stopping"
     write_verdict(run, {"until": 2})
     assert train(run) == "stopped"  # nobody says how it goes on: it holds itself
-    assert read_story(run).reason == "held at rung 2: no decision from the study"
+    assert read_trial_events(run).reason == "held at rung 2: no decision from the study"
     write_verdict(run, {})
     assert train(run) == "finished"
     steps = [record["step"] for record, _ in run.read_metrics()]
@@ -115,7 +115,7 @@ def test_a_trial_held_at_a_rung_and_resumed_is_the_undisturbed_run(whole: RunSto
 def test_a_pruned_trial_saves_nothing(whole: RunStore) -> None:
     run = make_trial(make_job("pruned", checkpoint={"keep_best": 0}), {"prune": "too slow"})
     assert train(run) == "stopped"
-    assert read_story(run).reason == "pruned at rung 0: too slow"
+    assert read_trial_events(run).reason == "pruned at rung 0: too slow"
     assert not [*(run.path / Area.CHECKPOINTS).glob("step-*")]
     assert len(losses(run)) == 1 < len(losses(whole))
 
@@ -127,7 +127,7 @@ def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStor
     copy = make_trial(make_job("copy"), {}, is_copy=True)
     assert clone(parent, copy, 2)
     assert train(copy) == "finished"
-    first = read_story(parent).step_of(2)
+    first = read_trial_events(parent).step_of(2)
     assert first is not None
     assert losses(copy) == {step: loss for step, loss in losses(whole).items() if step > first}
     assert scores(copy) == scores(whole)[2:]
@@ -148,7 +148,7 @@ def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunStore) -> N
     assert train(copy) == "finished"
     rates = [{r["step"]: r["lr"] for r, _ in run.read_metrics()} for run in (parent, copy)]
     shared = rates[1].keys()
-    assert min(shared) == (read_story(parent).step_of(2) or 0) + 1
+    assert min(shared) == (read_trial_events(parent).step_of(2) or 0) + 1
     assert all(rates[1][step] == pytest.approx(rates[0][step] / 5) for step in shared)
     saved = max(copy.checkpoints.glob("step-*"))
     state = json.loads((saved / "state.json").read_text())
@@ -161,7 +161,7 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
     space = {"train.schedule.decay": [0.25, 0.5]}
     search = {"space": space, "metric": "loss", "method": "grid", "stop": "none", "parallel": 1}
     study = Study(make_job("prefix", search=search), name="prefix")
-    study.optimize(places=LocalPlaces(1), elastic=False)
+    study.optimize(places=LocalSlots(1), elastic=False)
     first, second = sorted(study.trials, key=lambda facts: facts.number)
     assert [first.state, second.state] == [TrialState.DONE] * 2
     shared = second.trial.copied_from
@@ -170,7 +170,7 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
     run = open_run(own_home / str(second.run))
     assert (
         min(losses(run))
-        == (read_story(open_run(own_home / str(first.run))).step_of(shared[1]) or 0) + 1
+        == (read_trial_events(open_run(own_home / str(first.run))).step_of(shared[1]) or 0) + 1
     )
     decay = second.params["train.schedule.decay"]
     alone = lifecycle.submit(make_job("alone", schedule={"name": "wsd", "decay": decay}))
@@ -188,7 +188,7 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
     run = make_trial(job, {"until": 2})
     lifecycle.start(run)
     wait_for_rest(run, "stopped")
-    assert read_story(run).reason == "held at rung 2: no decision from the study"
+    assert read_trial_events(run).reason == "held at rung 2: no decision from the study"
     assert [rung for rung, _ in scores(run)] == [1, 2]
     write_verdict(run, {"until": 400})
     lifecycle.resume(run)
@@ -197,7 +197,7 @@ def test_all_workers_of_a_trial_obey_its_gate() -> None:
         time.sleep(0.01)
     write_verdict(run, {"prune": "enough"})
     wait_for_rest(run, "stopped")
-    assert read_story(run).reason.startswith("pruned at rung ")
+    assert read_trial_events(run).reason.startswith("pruned at rung ")
     steps = [record["step"] for record, _ in run.read_metrics()]
     assert steps == [*range(1, len(steps) + 1)]
 

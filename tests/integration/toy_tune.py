@@ -8,7 +8,7 @@ from typing import Any
 from tests.integration.toy_study import ToyPlaces
 from yunlu.cli.main import main
 from yunlu.tuning import forecast
-from yunlu.tuning.conducting import places
+from yunlu.tuning.study_runner import slots
 from yunlu.tuning.study_dir import StudyError
 
 
@@ -23,6 +23,6 @@ def refuse_plan(_job: Any) -> Any:
 
 
 if __name__ == "__main__":
-    places.find_places = find_toys
+    slots.find_slots = find_toys
     forecast.plan_alone = refuse_plan
     sys.exit(main(sys.argv[1:]))

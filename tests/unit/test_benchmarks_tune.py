@@ -17,7 +17,7 @@ from benchmarks.tune_parts.runs import Case, Run, list_cases, run_cases
 from benchmarks.tune_parts.sampling import sample
 from benchmarks.tune_parts.scoring import find_best, find_speedup, make_scales, score
 
-from yunlu.tuning.replay import Trace, replay
+from yunlu.tuning.replay import ReplayTrace, replay
 from yunlu.tuning.values import Dimension
 
 TASK = "taskset/patch32_GRU128_bs128"
@@ -156,7 +156,7 @@ def test_tasks_are_listed_those_of_lcbench_first(folder: Path) -> None:
 def test_optunas_methods_run_and_only_those_with_a_pruner_prune(folder: Path, name: str) -> None:
     curves = load_task(folder, TASK)
 
-    def search() -> Trace:
+    def search() -> ReplayTrace:
         method = CONTENDERS[name].make(curves.dimensions, curves.rungs, 0)
         return replay(method, curves, workers=4, budget_s=51 * 3)
 

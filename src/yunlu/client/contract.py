@@ -15,6 +15,7 @@ directory.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from yunlu.client import protocol
@@ -35,7 +36,6 @@ Ending = Literal["finish", "fail", "wait"]
 """How a run ends by itself: it finishes, it fails, or it trains until it is stopped."""
 
 _VALID = "task: tabular-classification\nmodel: mlp\ndata: synthetic:digits\n"
-_FOREVER_S = 1e9
 
 
 class ClientContract:
@@ -175,7 +175,7 @@ class ClientContract:
         """Of one device, on demand."""
         client = self.make_client()
         offers = [check_value(offer) for offer in client.offers(gpu="A100-80GB")]
-        prices = [offer.dollars_per_device_hour or _FOREVER_S for offer in offers]
+        prices = [round(offer.dollars_per_device_hour or math.inf, 6) for offer in offers]
         assert offers
         assert prices == sorted(prices)
         page = check_value(client.device("A100-80GB"))

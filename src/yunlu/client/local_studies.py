@@ -64,12 +64,12 @@ class LocalStudies:
     ) -> StudyResult:
         """As ``StudyVerbs.run_study``; the report is written whatever happens."""
         from yunlu.tuning.session import StudyResult, run_study
-        from yunlu.tuning.view import look
+        from yunlu.tuning.view import read_view
 
         try:
             view = run_study(name, on_change=on_change, should_stop=should_stop)
         except YunluError:
-            _try_reports(look(name))
+            _try_reports(read_view(name))
             raise
         return StudyResult(view=view, report=_try_reports(view))
 
@@ -87,9 +87,9 @@ class LocalStudies:
 
     def study(self, name: str) -> StudyView:
         """As ``StudyVerbs.study``."""
-        from yunlu.tuning.view import look
+        from yunlu.tuning.view import read_view
 
-        return look(name)
+        return read_view(name)
 
     def stop_study(self, name: str) -> StoppedStudy:
         """As ``StudyVerbs.stop_study``."""
@@ -101,9 +101,9 @@ class LocalStudies:
         """As ``StudyVerbs.report_study``."""
         from yunlu.render.study_report.page import write_report, write_run_reports
         from yunlu.tuning.session import StudyResult
-        from yunlu.tuning.view import look
+        from yunlu.tuning.view import read_view
 
-        view = look(name)
+        view = read_view(name)
         if page is not None and not page.absolute().parent.is_dir():
             raise StoreError(f"--html: there is no directory {page.absolute().parent}.")
         write_run_reports(view)

@@ -1,1 +1,1 @@
-"""What every room stands on: values, errors, settings, files, states."""
+"""Foundations of every room: values, errors, settings, units, atomic files."""

@@ -1,4 +1,4 @@
-"""What the control groups of a container grant this process: a machine may have more than we get."""
+"""Control-group limits of this process: CPU and memory of a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tree of errors: each says what happened, what was expected and what to do."""
+"""Error hierarchy: each error says what happened, what was expected and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, append-only JSON lines."""
+"""Atomic file writes and append-only JSON lines."""
 
 from __future__ import annotations
 

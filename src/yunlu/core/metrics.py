@@ -1,4 +1,4 @@
-"""What a metric's name says about it."""
+"""Direction of a metric, from its name."""
 
 from __future__ import annotations
 

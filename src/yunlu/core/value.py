@@ -1,4 +1,4 @@
-"""The base of every value that crosses a border: a file, a process, a database."""
+"""``Value``: frozen pydantic base of everything that crosses a file, process or network border."""
 
 from __future__ import annotations
 

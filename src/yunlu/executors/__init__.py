@@ -1,1 +1,1 @@
-"""Where runs get their devices: this machine, Slurm, Ray; one door, ``executor.Executor``."""
+"""Executors start workers: on this machine, Slurm or Ray, behind one door, ``executor.Executor``."""

@@ -1,4 +1,4 @@
-"""Keeping a run on this machine to its share of the processor."""
+"""CPU limits of a run on this machine: cgroup or affinity."""
 
 from __future__ import annotations
 

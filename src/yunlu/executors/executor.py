@@ -1,4 +1,4 @@
-"""The door to places that run jobs, and what is said through it.
+"""``Executor``: the door to places that run jobs, and its values.
 
 A run's *placement* is realised by *leases*: one process tree on one node, with some of its devices.
 The first lease, the lead, supervises the run; the others join it. A run grows and shrinks as leases

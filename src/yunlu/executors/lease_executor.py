@@ -1,4 +1,4 @@
-"""What executors on clusters have in common: leases kept in step with a placement."""
+"""Base of cluster executors: leases kept in step with a placement."""
 
 from __future__ import annotations
 

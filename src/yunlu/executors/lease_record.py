@@ -1,4 +1,4 @@
-"""What an executor knows of a run: its leases and their events.
+"""Lease record of a run: its leases and their events.
 
 Written before anything is started, so that nothing is started which nobody knows of.
 """

@@ -1,4 +1,4 @@
-"""The program of a lease on a cluster: supervises the run, or joins it, for as long as it may.
+"""Lease runner: the program of a lease on a cluster; supervises or joins the run.
 
 ``python -m yunlu.executors.lease_runner RUN_DIR LEASE`` is what a cluster starts. It holds the devices
 until its last process is gone, and leaves when it is told to (SIGTERM: preemption, the end of the

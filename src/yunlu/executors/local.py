@@ -1,4 +1,4 @@
-"""Runs as processes of this machine. Needs no server: the default."""
+"""Local executor: runs as processes of this machine. The default; needs no server."""
 
 from __future__ import annotations
 

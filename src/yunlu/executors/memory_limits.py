@@ -1,4 +1,4 @@
-"""Keeping a run on this machine to its share of the memory: who grows beyond it ends, and ends alone."""
+"""Memory limits of a run on this machine: a run beyond its limit is ended alone."""
 
 from __future__ import annotations
 

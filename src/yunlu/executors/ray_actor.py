@@ -1,4 +1,4 @@
-"""The Ray actor that holds the devices of a lease, on the node where it runs.
+"""Ray actor that holds the devices of a lease on its node.
 
 It is detached: it outlives whoever asked for it, and is found again by its name. When its program is
 over it gives the devices back itself, whether or not anybody still looks after the run.

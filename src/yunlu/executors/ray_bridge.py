@@ -1,4 +1,4 @@
-"""The process that is connected to a Ray cluster, for an executor that is not.
+"""Bridge process connected to a Ray cluster, on behalf of an executor.
 
 Ray ends the process of a driver when it loses the cluster, takes over its signals, and connects it
 to one cluster for good. So the executor starts this program, asks it by lines of JSON, and starts it

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: each lease is an actor of ours in a placement group of its own."""
+"""Ray executor: each lease is an actor in its own placement group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor's end of the bridge to a Ray cluster: a child process that is asked and answers."""
+"""Executor's end of the Ray bridge: a child process with requests and replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray says about its nodes and about our leases, as values; pure."""
+"""Parse Ray's nodes and placement groups into values. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands between a Ray actor and the program of its lease: nothing of the lease outlives the actor.
+"""Watchdog between a Ray actor and its lease program: nothing outlives the actor.
 
 Ray ends the direct children of an actor, and not even those where the actor itself is killed; the
 workers of a worker group have sessions of their own and outlive their parents. The keeper is nobody's child,

@@ -1,4 +1,4 @@
-"""Executors by address: ``local``, ``slurm://PARTITION?account=x``, ``ray://HOST:PORT``."""
+"""Executor registry by address: ``local``, ``slurm://PARTITION?account=x``, ``ray://HOST:PORT``."""
 
 from __future__ import annotations
 

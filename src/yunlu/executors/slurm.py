@@ -1,4 +1,4 @@
-"""Runs on a Slurm cluster: each lease is one job of one node, asked for with ``sbatch``."""
+"""Slurm executor: each lease is one single-node job, submitted with ``sbatch``."""
 
 from __future__ import annotations
 

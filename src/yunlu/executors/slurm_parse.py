@@ -1,4 +1,4 @@
-"""What Slurm's commands print, read; and what its words mean. Pure."""
+"""Parse the output of Slurm's commands. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes take of the machine they are on: written down beside a run by whoever is there."""
+"""CPU, memory and GPU usage of processes, recorded beside a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers on this machine: detached processes that outlive whoever started them."""
+"""Worker processes on this machine: detached, outliving whoever started them."""
 
 from __future__ import annotations
 

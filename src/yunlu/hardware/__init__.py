@@ -1,1 +1,1 @@
-"""What hardware there is or could be had: values only."""
+"""Hardware that is there or can be rented: devices, offers, prices, nodes."""

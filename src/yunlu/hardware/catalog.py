@@ -1,4 +1,4 @@
-"""All devices and offers that are known: those that ship and those that the user added."""
+"""Catalog: all known devices and offers, shipped and added by the user."""
 
 from __future__ import annotations
 

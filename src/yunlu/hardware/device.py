@@ -1,4 +1,4 @@
-"""What a kind of accelerator can do at best: figures with their sources."""
+"""Device model: peak figures of an accelerator, each with its source."""
 
 from __future__ import annotations
 

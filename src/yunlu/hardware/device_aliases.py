@@ -1,4 +1,4 @@
-"""Which device a cloud means: they call the same thing by many names."""
+"""Device aliases: the names that clouds give to the same device."""
 
 from __future__ import annotations
 

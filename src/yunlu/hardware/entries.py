@@ -1,4 +1,4 @@
-"""What a user writes to add to the catalog: devices, prices and own machines, in one YAML file."""
+"""Catalog entries that a user adds in YAML: devices, prices, own machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet: nodes that hold devices, and which of them a run holds."""
+"""Fleet: nodes with devices, and the placement of a run on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast workers can talk to each other: values only."""
+"""Link: latency and bandwidth between two workers."""
 
 from __future__ import annotations
 

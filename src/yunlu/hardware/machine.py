@@ -1,4 +1,4 @@
-"""What hardware there is: values only; who measures is elsewhere."""
+"""Machine and its devices. Values only."""
 
 from __future__ import annotations
 

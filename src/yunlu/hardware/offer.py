@@ -1,4 +1,4 @@
-"""What can be rented or owned, where, at what price."""
+"""Offer: a machine type that can be rented or owned, its region and price."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an own machine costs, and from when on it is cheaper than renting: arithmetic only."""
+"""Ownership cost of a machine, and its break-even against renting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers as rows of a CSV file: small, quick to read, easy to look through."""
+"""Offers as a compact CSV table."""
 
 from __future__ import annotations
 

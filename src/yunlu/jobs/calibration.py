@@ -1,4 +1,4 @@
-"""What this machine is known to do: the stored probe, and what finished runs have taught.
+"""Stored machine profile and calibration of this machine.
 
 Both lie in the settings' cache rather than among the runs: they belong to the machine, and a home is a
 directory of one project.

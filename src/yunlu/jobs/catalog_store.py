@@ -1,4 +1,4 @@
-"""What the user added to the catalog, in ``catalog/`` of the home directory.
+"""Catalog additions of the user, in ``catalog/`` of the home directory.
 
 ``own.json`` holds what was added as it was written; the tables beside it are made from it, so that
 a plan reads them without checking anything again. ``offers-cloud-NAME.csv`` is an imported cloud.

@@ -1,4 +1,4 @@
-"""How the workers of a run communicated: what was chosen, why, and whether it did what was predicted."""
+"""Communication of a run for the report: method, reason, predicted and measured figures."""
 
 from __future__ import annotations
 

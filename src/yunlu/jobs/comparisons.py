@@ -1,4 +1,4 @@
-"""Predicted, predicted and measured, side by side."""
+"""Estimated, predicted and measured figures of a run, side by side."""
 
 from __future__ import annotations
 

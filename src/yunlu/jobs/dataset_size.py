@@ -1,4 +1,4 @@
-"""How much a job has to train on, found out at a glance: nothing is decoded, nothing is loaded."""
+"""Dataset size of a job, counted without decoding or loading the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching a run: what it writes, as it writes it."""
+"""Follow a run: events, metrics and log lines as they are written."""
 
 from __future__ import annotations
 

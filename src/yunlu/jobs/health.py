@@ -1,4 +1,4 @@
-"""What a run went through: trouble and what was done about it, noise, padding, traced steps."""
+"""Health of a run for the report: incidents, gradient noise, padding, traced steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring this machine in a process of its own; what is stored is not measured again."""
+"""Probe this machine in a separate process; stored results are reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a job's model: from its name, its configuration or its arguments, else measured once.
+"""Model shape of a job: from its name, configuration or arguments, else measured once.
 
 What had to be measured is kept as numbers, so that the next plan of the same job imports no torch.
 """

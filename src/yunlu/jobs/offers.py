@@ -1,4 +1,4 @@
-"""What a job may run on: offers of the catalog within its goal, and this machine once it is probed."""
+"""Offers a job may run on: the catalog within its goal, and this machine once probed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to know of a job's options besides their figures."""
+"""Notes on a job's options: terms, prices, limitations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job could run on and what that would take: gathers what ``planning`` decides from."""
+"""Plan options of a job: gathers model, data and offers, and calls the search."""
 
 from __future__ import annotations
 

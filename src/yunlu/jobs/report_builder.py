@@ -1,4 +1,4 @@
-"""The report of a run: everything its files tell, as one value, and as a page for people.
+"""Report builder: the report of a run from its events and metrics.
 
 Built by reading alone, so a running, failed, lost or never-started run has a report too.
 """

@@ -1,4 +1,4 @@
-"""What a report tells: values only, the same in ``report.json`` and behind the page."""
+"""Report model: the values of ``report.json`` and of the report page."""
 
 from __future__ import annotations
 

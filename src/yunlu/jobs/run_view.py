@@ -12,7 +12,12 @@ from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import RunRecord, error_of, log_tail, remaining_s
 from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.planning.plan import Plan
-from yunlu.runs.events import BatchChanged, CheckpointSaved, CommunicationChosen, Evaluated
+from yunlu.runs.events import (  # noqa: TC001 - pydantic reads them
+    BatchChanged,
+    CheckpointSaved,
+    CommunicationChosen,
+    Evaluated,
+)
 from yunlu.runs.fold import GroupGeneration, LostWorker, read_view
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, last_record
 from yunlu.runs.states import RunState

@@ -1,4 +1,4 @@
-"""How well the model did: evaluations, the figure to quote, confusion and scores by label."""
+"""Scores for the report: evaluations, headline metric, confusion matrix, scores by label."""
 
 from __future__ import annotations
 

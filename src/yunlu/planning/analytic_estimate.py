@@ -1,4 +1,4 @@
-"""What could be said of a run before a pass was timed: operators, the machine's probe, earlier runs. Pure."""
+"""Analytic estimate of step time and memory before any pass is timed. Pure."""
 
 from __future__ import annotations
 

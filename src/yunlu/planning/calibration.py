@@ -1,4 +1,4 @@
-"""What runs teach about predictions: how far measured is from predicted, shrunk to what is plausible.
+"""Calibration: correction of predictions from the ratios measured / predicted of finished runs.
 
 The logarithm of measured over predicted is a sum of what a device, its software, the precision and the
 work have in common, each drawn around zero with a spread that is known beforehand, and of a run's own

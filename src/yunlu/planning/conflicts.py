@@ -1,4 +1,4 @@
-"""What a job asks for that cannot be had on several workers, or not over some axes. Pure."""
+"""Conflicts between a job and parallel training: settings that some axes do not support. Pure."""
 
 from __future__ import annotations
 

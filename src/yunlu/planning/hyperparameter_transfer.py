@@ -1,4 +1,4 @@
-"""Learning rate and batch of a language model by its size and data: published rules. Pure.
+"""Hyperparameter transfer: published scaling laws for learning rate and batch. Pure.
 
 A rule has exponents and intercepts. The exponents hold over models and data; the intercepts depend on
 tokenizer, data and architecture, and a few cheap runs of a small model find them (``fit_shift``). Batches

@@ -1,4 +1,4 @@
-"""Large batches: how the rate, the warm-up and the number of steps follow the batch. Pure."""
+"""Large-batch rules: learning rate, warm-up and number of steps as functions of the batch. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout: over which axes the work of a step is split, and which rank stands where."""
+"""Layout: sizes of the parallel axes, and the coordinates of each rank."""
 
 from __future__ import annotations
 

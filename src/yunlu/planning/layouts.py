@@ -1,4 +1,4 @@
-"""Which layout: checked where it is asked for, chosen where it is not, changed as devices change.
+"""Layout choice: validate a requested layout, choose one, re-plan it when devices change.
 
 Pure: the same facts give the same layout on every worker and in every life of a run.
 """

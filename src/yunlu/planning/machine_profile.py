@@ -1,4 +1,4 @@
-"""What a probe measured of a machine, and what follows from it for work of any size. Pure."""
+"""Machine profile: measured speed of a machine, interpolated to any size. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: what was decided, why, and what it will take."""
+"""Plan: decisions for one run, their reasons, and the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make_plan``: from what was asked and what was measured to what will be done, with reasons."""
+"""``make_plan``: decide everything a job leaves open, from a measured profile, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much to compute again: no more than memory asks for."""
+"""Activation recomputation: the least that fits in memory."""
 
 from __future__ import annotations
 

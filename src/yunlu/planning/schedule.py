@@ -1,4 +1,4 @@
-"""The learning rate as a share of its peak: a pure function of the step."""
+"""Learning-rate schedule: share of the peak rate at a step. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What splitting a model depends on, and what each split holds and moves. Pure."""
+"""Split constraints of a model; memory and communication volume of each split. Pure."""
 
 from __future__ import annotations
 

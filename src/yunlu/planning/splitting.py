@@ -1,4 +1,4 @@
-"""The part of a plan that depends on how the work is split, for the first time and after a resize."""
+"""Layout-dependent part of a plan: made for the first time, and again after a resize."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happened in a run: its directory, typed events, states, and the index of runs."""
+"""Runs: store, typed events, states, and the fold of events into a view."""

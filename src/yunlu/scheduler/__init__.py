@@ -1,1 +1,1 @@
-"""The scheduler of the pool: watches, decides, applies, reclaims. Jobs queue up here."""
+"""Scheduler of the pool: queue, observe, decide, apply, reclaim."""

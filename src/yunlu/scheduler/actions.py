@@ -1,4 +1,4 @@
-"""Moves carried out, one at a time. Each is written down before it is done."""
+"""Actions on runs: start, resize, stop. Each is recorded before it is executed."""
 
 from __future__ import annotations
 

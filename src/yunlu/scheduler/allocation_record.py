@@ -1,4 +1,4 @@
-"""The pool's notes on a run: what it was given, and what is about to happen to it.
+"""Allocation record of a run: devices it holds, pending action, failures, usage.
 
 An intention is written before it is carried out, and is struck out only when the run itself shows
 that it has come true or will not. A service that is killed in between leaves it to the next one.

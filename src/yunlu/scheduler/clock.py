@@ -1,4 +1,4 @@
-"""The pool's clock: starts with the time of day, and then only ever goes on."""
+"""Monotonic clock of the pool, starting at the time of day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bringing the pool's service up and down, and finding out whether it is up."""
+"""Start and stop the scheduler service, and find out whether it runs."""
 
 from __future__ import annotations
 

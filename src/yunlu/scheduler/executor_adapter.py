@@ -1,4 +1,4 @@
-"""What the scheduler does to runs, and how it looks at them: through an executor."""
+"""Executor adapter: observe, start, resize and stop runs for the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a run has what it has: where it stands, what was decided on it last, and who holds the rest."""
+"""Explanation of a run's allocation: its phase, the last decision, other holders."""
 
 from __future__ import annotations
 

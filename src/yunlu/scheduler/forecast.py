@@ -1,4 +1,4 @@
-"""When runs that wait will start, and when all will end, if things go on as they are. Pure."""
+"""Queue forecast: predicted starts and ends of runs under the current policy. Pure."""
 
 from __future__ import annotations
 

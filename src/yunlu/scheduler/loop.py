@@ -1,4 +1,4 @@
-"""The loop of the pool: watch the runs, decide who holds what, apply it, take back what is unused.
+"""Scheduler loop: observe the runs, decide placements, apply them, reclaim unused devices.
 
 ``step`` is one turn. Everything it knows it has read from the run directories, so a service that is
 killed at any point leaves nothing behind that the next one could not find.

@@ -1,4 +1,4 @@
-"""From what was decided to what can be done now: devices are given only once they are free. Pure."""
+"""Executable moves of a decision: devices are given only once they are free. Pure."""
 
 from __future__ import annotations
 

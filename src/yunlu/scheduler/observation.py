@@ -1,4 +1,4 @@
-"""How a run stands, as one looks at it from outside."""
+"""Observed state of a run: process, devices, step."""
 
 from __future__ import annotations
 

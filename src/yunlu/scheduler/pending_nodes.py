@@ -1,4 +1,4 @@
-"""Machines that are on their way: how many of each kind, since when, and when they will be there."""
+"""Pending nodes: requested from a cluster and not there yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool's own files: its settings, its decisions, and what it last saw. All but the settings can go."""
+"""Pool store: settings, decisions and the last view of a pool. All but the settings is derived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool as values: nodes, queue, who holds which devices, and why."""
+"""Pool view: nodes, queue, placements and reasons as values."""
 
 from __future__ import annotations
 

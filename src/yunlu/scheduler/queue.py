@@ -1,4 +1,4 @@
-"""The queue: what the pool must know of a run, in files of the run's own directory.
+"""Queue: priority, bounds, deadline and wishes of each queued run.
 
 ``queue.json`` holds what people want; only the verbs write it. ``allocation.json`` holds what the pool has
 done and is about to do (see ``yunlu.scheduler.allocation_record``); only the service writes that. Neither needs the

@@ -1,4 +1,4 @@
-"""How many devices a job can use: fixed by its file, or anything between two bounds. Pure."""
+"""Resource request: minimum, maximum and multiple of a job's devices. Pure."""
 
 from __future__ import annotations
 

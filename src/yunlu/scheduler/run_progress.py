@@ -1,4 +1,4 @@
-"""What a run does, read from its logs bit by bit: how far, how fast on how many devices, how noisy."""
+"""Progress of a run, read incrementally from its logs: steps, step times, gradient noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs the pool looks after: found again at every look, from nothing but their directories."""
+"""Run registry: the runs of the pool, rebuilt from their stores at every observation."""
 
 from __future__ import annotations
 

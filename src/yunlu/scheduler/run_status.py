@@ -1,4 +1,4 @@
-"""Where a run stands with the pool, and what of it the allocator is told. Pure."""
+"""Status of a scheduled run: phase, and its demand for the allocator. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a cluster for machines when they are worth it, and gives them back when they are idle."""
+"""Autoscaler: request nodes from a cluster when they pay off, release idle ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool's service: one process for each home, started by ``yunlu pool up``.
+"""Scheduler service: one process per home, started by ``yunlu pool up``.
 
 ``python -m yunlu.scheduler.service HOME`` runs it in the foreground.
 """

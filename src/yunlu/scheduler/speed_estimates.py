@@ -1,4 +1,4 @@
-"""From what was seen of runs to what the allocator believes about their speed."""
+"""Speed estimates of runs for the allocator, from observed step times."""
 
 from __future__ import annotations
 

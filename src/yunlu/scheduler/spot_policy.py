@@ -1,4 +1,4 @@
-"""Spot beside on-demand in a live pool: what runs with a deadline may be on now. Pure but for its memory."""
+"""Spot policy of a live pool: which runs may use spot or on-demand nodes now. Pure but for its memory."""
 
 from __future__ import annotations
 

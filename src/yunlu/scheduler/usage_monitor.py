@@ -1,4 +1,4 @@
-"""How busy machines are, what each run takes of them, and who takes more than it holds."""
+"""Usage monitor: load of nodes and runs, and runs that exceed their allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool looks like, as plain figures for a table, a script, or a page."""
+"""Published view of the pool, built from the scheduler's state."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the user asks: the job and how it is read."""
+"""Job specification: what the user asks, and how it is read."""

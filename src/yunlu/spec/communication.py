@@ -1,4 +1,4 @@
-"""How workers are to exchange what they learn, as far as the user says."""
+"""``communication`` of a job: method, codec, guarantee."""
 
 from __future__ import annotations
 

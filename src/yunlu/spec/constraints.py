@@ -1,4 +1,4 @@
-"""What must hold of a setting: ``train.batch * data.max_length <= 8192``.
+"""Constraints of a search: ``train.batch * data.max_length <= 8192``.
 
 A small language: numbers, words, dotted fields, arithmetic, comparisons, and/or/not. It is read
 with Python's parser but never run as Python.

@@ -1,4 +1,4 @@
-"""Names that can stand in a job because a package offers them by entry point."""
+"""Names that packages register by entry point: tasks, trackers, executors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a validator's findings to sentences: one per key, in words, with the nearest valid one."""
+"""Error messages from validation findings: one per key, with the nearest valid name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training may cost and take, and where it may run."""
+"""``goal`` of a job: budget, deadline, hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asks: task, model, data, training goal. Never how: that is the plan's."""
+"""Job: task, model, data, training goal. What is asked, never how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the work is to be split over devices, as far as the user says."""
+"""``layout`` of a job: sizes of the parallel axes."""
 
 from __future__ import annotations
 

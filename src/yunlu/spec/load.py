@@ -1,4 +1,4 @@
-"""A job from a file, YAML or Python, or from a mapping; everything wrong with it said at once."""
+"""Load a job from YAML, Python or a mapping; report every problem at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--set a.b=c``: change one value of a job before it is validated, or several of a valid one."""
+"""``--set a.b=c``: override values of a job before or after validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a job: where, which key, and what was expected."""
+"""Problem of a job: location, key, expected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fields of the job may vary, and how good settings of them are to be found."""
+"""``search`` of a job: the search space, the method and early stopping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the search of a job fits the job: its fields, their values, what must hold of them."""
+"""Consistency checks between the search and the rest of a job."""
 
 from __future__ import annotations
 

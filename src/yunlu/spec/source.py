@@ -1,4 +1,4 @@
-"""YAML with places: the plain data, and the line and column of every key and value.
+"""YAML with source locations: plain data, and line and column of every key and value.
 
 Numbers and switches follow YAML 1.2: ``1e-3`` is a number, ``no`` and dates are text.
 """

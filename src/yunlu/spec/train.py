@@ -1,4 +1,4 @@
-"""The training goal and the rules of the optimisation."""
+"""``train`` of a job: length, optimiser, schedule, regularisation, checkpoints."""
 
 from __future__ import annotations
 

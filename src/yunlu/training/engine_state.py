@@ -15,7 +15,7 @@ from yunlu.training.parallel.optimizer_state import (
     install_optimizer,
     optimizer_shards,
     parameter_shards,
-    wanted_optimizer,
+    empty_optimizer_shards,
 )
 from yunlu.training.parallel.tensor_slices import (
     ShardGroupReader,
@@ -93,7 +93,7 @@ class EngineState:
             if name.startswith(prefix)
         }
         shards = self.shards()
-        shards["optimizer"] = wanted_optimizer(self._engine.optimizer, self._leaves, moments)
+        shards["optimizer"] = empty_optimizer_shards(self._engine.optimizer, self._leaves, moments)
         return shards
 
     def install(self, filled: Groups, numbers: dict[str, Any], *, step: int) -> None:

@@ -15,9 +15,9 @@ from yunlu.executors.worker_process import count_gpus
 from yunlu.hardware.offer import HERE
 from yunlu.planning.search.options import Interval
 from yunlu.spec.goal import read_span_s
-from yunlu.tuning.conducting.sharing import USUAL_POWER
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 from yunlu.tuning.rungs import find_size, plan_alone
-from yunlu.tuning.stages import count_population, count_space, expect, find_stop, makespan_s
+from yunlu.tuning.stages import count_population, count_space, expect_stages, find_stop, makespan_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.spec.search import SearchSpec
-    from yunlu.tuning.stages import Course
-    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.stages import StageCounts
+    from yunlu.tuning.study_dir import StudyRequest
 
     _Cost = Callable[[int], float]
 
@@ -89,7 +89,7 @@ class StudyForecast(Value):
         return (f"expected: {'; '.join(about)}", *self.notes)
 
 
-def foretell(
+def predict_search(
     job: Job,
     search: SearchSpec,
     *,
@@ -123,12 +123,12 @@ def foretell(
     return teller.tell()
 
 
-def foretell_study(asked: StudyAsked, *, devices: int) -> StudyForecast:
+def predict_study(asked: StudyRequest, *, devices: int) -> StudyForecast:
     """The same of a study as it was asked for; what nobody knows of a training, a worker measures."""
     job = asked.job
     assert job is not None
     assert job.search is not None
-    return foretell(
+    return predict_search(
         job,
         _with_limits(job.search, asked),
         rungs=max(asked.rungs, 1),
@@ -173,7 +173,7 @@ def _measure(job: Job, plan: Plan | None, *, devices: int) -> TrialTime | None:
         return None  # the job alone does not work; settings of it may
 
 
-def _with_limits(search: SearchSpec, asked: StudyAsked) -> SearchSpec:
+def _with_limits(search: SearchSpec, asked: StudyRequest) -> SearchSpec:
     """Limits may have been said since the search was written."""
     limit_s = asked.deadline_s
     deadline = None if limit_s is None else f"{limit_s:.3f}s"
@@ -272,8 +272,8 @@ class _Teller:
         low, high = _most(limit_s / factor, cost_s), _most(limit_s * factor, cost_s)
         return Interval(value=float(likely), low=float(low), high=float(high))
 
-    def _expect(self, trials: int) -> Course:
-        return expect(self.search, trials=trials, rungs=self.rungs)
+    def _expect(self, trials: int) -> StageCounts:
+        return expect_stages(self.search, trials=trials, rungs=self.rungs)
 
     def _rung_s(self) -> float:
         """On as few devices as a trial takes."""
@@ -298,7 +298,7 @@ class _Teller:
         lives = sum(stage.trials for stage in course.stages)
         return (course.rungs * self._rung_s() + lives * self.trial.start_s) * self.least
 
-    def _spread_of(self, course: Course) -> float:
+    def _spread_of(self, course: StageCounts) -> float:
         """Deviation of the logarithm of all that the study takes."""
         assert self.trial is not None
         own = log(self.trial.seconds.high / max(self.trial.seconds.low, 1e-9)) / (2 * _Z_80)
@@ -314,7 +314,7 @@ class _Teller:
     def _deadline_s(self) -> float | None:
         return None if self.search.deadline is None else read_span_s(self.search.deadline)
 
-    def _notes(self, course: Course, trials: int, bound: Bound) -> tuple[str, ...]:
+    def _notes(self, course: StageCounts, trials: int, bound: Bound) -> tuple[str, ...]:
         notes: list[str] = []
         if self.trial is None:
             notes.append("how long a training takes is not known yet: the first trials will tell")

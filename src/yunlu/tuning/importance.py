@@ -59,16 +59,16 @@ def expect_finals(trials: Sequence[Trial]) -> dict[int, float]:
     return {**finals, **dict.fromkeys(diverged, worst)} if finals else {}
 
 
-def rank(finals: Mapping[int, float]) -> dict[int, float]:
+def rank_trials_by_value(finals: Mapping[int, float]) -> dict[int, float]:
     """0 for the best, 1 for the worst, and the others evenly between them."""
     order = sorted(finals.items(), key=lambda entry: (entry[1], entry[0]))
     return {number: place / max(len(order) - 1, 1) for place, (number, _) in enumerate(order)}
 
 
-def weigh(view: StudyView) -> Importance | None:
+def compute_importance(view: StudyView) -> Importance | None:
     """The importance of each dimension; None with too few trials to tell."""
     shown = [each.trial for each in view.trials if each.state is not TrialState.FAILED]
-    ranks = rank(expect_finals(shown))
+    ranks = rank_trials_by_value(expect_finals(shown))
     trials = [trial for trial in shown if trial.number in ranks]
     varied = [each for each in view.dimensions if _varies(each.name, trials)]
     if len(trials) < FEWEST or not varied:

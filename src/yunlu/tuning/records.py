@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.study_dir import StudyRequest
     from yunlu.tuning.values import Params
 
 _BUSY_S = 30
@@ -294,7 +294,7 @@ class Records:
         )
 
 
-def create_records(directory: StudyDir, asked: StudyAsked) -> Records:
+def create_records(directory: StudyDir, asked: StudyRequest) -> Records:
     """Make the directory of a new study."""
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -340,7 +340,7 @@ def _open_storage(directory: StudyDir) -> Any:
     return optuna.storages.get_storage(backend)
 
 
-def _find_extra(asked: StudyAsked) -> Params:
+def _find_extra(asked: StudyRequest) -> Params:
     if asked.job is None or asked.target is None:
         return {}
     from yunlu.tuning.proxy import carry_over  # noqa: PLC0415 - rarely needed

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.tuning.values import (
-    Begin,
-    End,
-    GoOn,
+    StartTrial,
+    EndStudy,
+    Continue,
     Point,
-    Stand,
+    StudySnapshot,
     Trial,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.values import Dimension, Judged, Method, Move, Params
+    from yunlu.tuning.values import Dimension, Judgement, Method, Action, Params
 
 
 class Curves(Protocol):
@@ -47,7 +47,7 @@ class Curves(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ReplayedEvaluation:
     """One evaluation, and when it came."""
 
     at_s: float
@@ -57,11 +57,11 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class ReplayTrace:
     """What happened, in the order of time."""
 
     trials: tuple[Trial, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[ReplayedEvaluation, ...]
     ended_at_s: float
     """When the last evaluation came, or the budget was used up."""
     resumed: int
@@ -80,7 +80,7 @@ class Trace:
 
 def replay(
     method: Method, curves: Curves, *, workers: int, budget_s: float, resume_s: float = 0.0
-) -> Trace:
+) -> ReplayTrace:
     """Run a study for ``budget_s`` on the clock; ``resume_s``: what it takes a held trial to go on.
 
     What is under way when the time is up is lost.
@@ -106,16 +106,16 @@ class _Replay:
         self._resumed = 0
         self._trials: list[Trial] = []
         self._courses: list[tuple[Sequence[float], Sequence[float]]] = []
-        self._evaluations: list[Evaluation] = []
+        self._evaluations: list[ReplayedEvaluation] = []
         self._reason: str | None = None
 
-    def run(self) -> Trace:
+    def run(self) -> ReplayTrace:
         self._fill()
         while self._due and self._due[0][0] <= self._budget_s:
             self._now_s, _, number = heapq.heappop(self._due)
             self._evaluate(number)
             self._fill()
-        return Trace(
+        return ReplayTrace(
             trials=tuple(self._trials),
             evaluations=tuple(self._evaluations),
             ended_at_s=self._budget_s if self._due else self._now_s,
@@ -127,24 +127,24 @@ class _Replay:
         """Ask what is done with each idle worker, until the method waits or ends."""
         while self._idle and self._reason is None:
             move = self._method.choose(self._stand())
-            if isinstance(move, Wait):
+            if isinstance(move, WaitForResults):
                 if self._idle == self._workers:
                     raise RuntimeError("the method waits for others, but no trial runs")
                 return
             self._make(move)
 
-    def _make(self, move: Move) -> None:
+    def _make(self, move: Action) -> None:
         match move:
-            case Begin():
+            case StartTrial():
                 self._begin(move)
-            case GoOn():
+            case Continue():
                 self._go_on(move)
-            case End():
+            case EndStudy():
                 self._reason = move.reason or "the method ended it"
-            case Wait():
+            case WaitForResults():
                 pass
 
-    def _begin(self, move: Begin) -> None:
+    def _begin(self, move: StartTrial) -> None:
         if move.copy_from is not None:
             raise ValueError("recorded curves do not tell how a copied checkpoint would go on")
         until = self._check_until(move.until, 0)
@@ -160,7 +160,7 @@ class _Replay:
         self._idle -= 1
         self._train(self._trials[-1])
 
-    def _go_on(self, move: GoOn) -> None:
+    def _go_on(self, move: Continue) -> None:
         trial = self._trials[move.number]
         until = self._check_until(move.until, trial.rung)
         if trial.state is TrialState.RUNNING and until > trial.until:
@@ -184,7 +184,7 @@ class _Replay:
         values, seconds = self._courses[number]
         point = Point(trial.rung + 1, (values[trial.rung],), seconds[trial.rung])
         trial = self._trials[number] = replace(trial, points=(*trial.points, point))
-        self._evaluations.append(Evaluation(self._now_s, number, point.rung, point.value))
+        self._evaluations.append(ReplayedEvaluation(self._now_s, number, point.rung, point.value))
         if point.rung == self._curves.rungs:
             self._trials[number] = replace(trial, state=TrialState.DONE)
         else:
@@ -194,7 +194,7 @@ class _Replay:
         else:
             self._idle += 1
 
-    def _obey(self, judged: Judged, trial: Trial) -> None:
+    def _obey(self, judged: Judgement, trial: Trial) -> None:
         until = min(max(trial.until, judged.until), self._curves.rungs)
         if judged.verdict is Verdict.PRUNE:
             trial = replace(trial, state=TrialState.PRUNED)
@@ -209,8 +209,8 @@ class _Replay:
             raise ValueError(f"from rung {rung} a trial cannot go on until rung {until}")
         return min(until, self._curves.rungs)
 
-    def _stand(self) -> Stand:
-        return Stand(
+    def _stand(self) -> StudySnapshot:
+        return StudySnapshot(
             trials=tuple(self._trials),
             rungs=self._curves.rungs,
             seconds_left=max(self._budget_s - self._now_s, 0.0),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingShape:
     """A whole training of the job."""
 
     metrics: tuple[str, ...]
@@ -30,12 +30,12 @@ class Training:
     """Where a worker had to be asked."""
 
 
-def look_at_training(job: Job, search: SearchSpec, *, probes: bool) -> Training:
+def measure_training(job: Job, search: SearchSpec, *, probes: bool) -> TrainingShape:
     """The metrics by name and the evaluations; ``probes``: whether a worker may be started to tell."""
     rungs, metrics = count_rungs(_longest(job, search)), search.aims
     if (rungs is not None and "auto" not in metrics) or not probes:
         named = tuple("loss" if name == "auto" else name for name in metrics)
-        return Training(metrics=named, rungs=rungs or 1)
+        return TrainingShape(metrics=named, rungs=rungs or 1)
     plan = plan_alone(job)
     if not plan.evaluate_every:
         raise StudyError(
@@ -44,7 +44,7 @@ def look_at_training(job: Job, search: SearchSpec, *, probes: bool) -> Training:
         )
     named = tuple(plan.best_metric if name == "auto" else name for name in metrics)
     told = math.ceil(plan.steps / plan.evaluate_every - 1e-9)
-    return Training(metrics=named, rungs=rungs or told, plan=plan)
+    return TrainingShape(metrics=named, rungs=rungs or told, plan=plan)
 
 
 def _longest(job: Job, search: SearchSpec) -> Job:

@@ -9,7 +9,7 @@ from yunlu.core.value import Value
 from yunlu.tuning.facts import StudyView
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
 from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import look
+from yunlu.tuning.view import read_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def list_views() -> StudyList:
     views, damaged = list[StudyView](), list[str]()
     for name in list_studies():
         try:
-            views.append(look(name))
+            views.append(read_view(name))
         except StudyError as error:
             damaged.append(error.message)
     return StudyList(home=str(studies_home()), studies=tuple(views), damaged=tuple(damaged))
@@ -83,7 +83,7 @@ def start_study(
     job: Job, *, name: str | None = None, source: str | None = None, overrides: Sequence[str] = ()
 ) -> StudyStart:
     """Create the study of a job, or open the one that exists; forecast it before the first trial."""
-    from yunlu.tuning.founding import open_or_create  # noqa: PLC0415 (imports Optuna: slow)
+    from yunlu.tuning.setup import open_or_create  # noqa: PLC0415 (imports Optuna: slow)
     from yunlu.tuning.study import Study  # noqa: PLC0415 (as above)
 
     records = open_or_create(job, name=name, source=source, said=tuple(overrides))
@@ -92,7 +92,7 @@ def start_study(
 
 def continue_study(name: str, limits: dict[str, Any]) -> StudyStart:
     """Open a study to continue it, with other limits where some are given."""
-    from yunlu.tuning.founding import find_limits, with_search  # noqa: PLC0415 (imports Optuna)
+    from yunlu.tuning.setup import find_limits, with_search  # noqa: PLC0415 (imports Optuna)
     from yunlu.tuning.study import Study  # noqa: PLC0415 (as above)
 
     study = Study(name=name)
@@ -123,24 +123,24 @@ def run_study(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> StudyView:
     """Run trials until a limit is reached, nothing is worth trying, or a stop is requested."""
-    from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 (looks for a pool)
+    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
     from yunlu.tuning.study import Study  # noqa: PLC0415 (imports Optuna: slow)
 
     study = Study(name=name)
-    places = find_places(devices=study.records.asked.devices)
+    places = find_slots(devices=study.records.asked.devices)
     study.optimize(places=places, on_change=on_change, is_asked_to_stop=should_stop)
     return study.view()
 
 
 def forecast_study(job: Job, *, name: str | None = None) -> StudyOutlook:
     """Trials, time and cost of a study, without starting it."""
-    from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 (looks for a pool)
-    from yunlu.tuning.forecast import foretell_study  # noqa: PLC0415 (slow to import)
-    from yunlu.tuning.founding import prepare_study  # noqa: PLC0415 (as above)
+    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
+    from yunlu.tuning.forecast import predict_study  # noqa: PLC0415 (slow to import)
+    from yunlu.tuning.setup import prepare_study  # noqa: PLC0415 (as above)
 
     asked = prepare_study(job, name=name)
-    places = find_places(devices=asked.devices)
-    forecast = foretell_study(asked, devices=places.devices)
+    places = find_slots(devices=asked.devices)
+    forecast = predict_study(asked, devices=places.devices)
     return StudyOutlook(
         study=asked.name,
         dimensions=len(asked.fields),
@@ -154,7 +154,7 @@ def stop_study(name: str) -> StoppedStudy:
     """Ask whoever runs a study to stop, and wait; its trials save and can continue later."""
     directory = find_study(name)
     if not directory.is_conducted():
-        trials = look(directory.name).trials
+        trials = read_view(directory.name).trials
         active = [facts.run for facts in trials if facts.state is TrialState.RUNNING and facts.run]
         return StoppedStudy(name=directory.name, was_running=False, active_runs=tuple(active))
     directory.request_stop()
@@ -170,9 +170,9 @@ def stop_study(name: str) -> StoppedStudy:
 
 
 def _prepare(study: Study) -> StudyStart:
-    from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 (looks for a pool)
+    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
 
-    places = find_places(devices=study.records.asked.devices)
+    places = find_slots(devices=study.records.asked.devices)
     if not study.trials:
         study.foretell(places=places)
     return StudyStart(view=study.view(), devices=places.devices, warnings=_find_warnings(study))

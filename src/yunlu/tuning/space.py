@@ -1,7 +1,7 @@
 """The space of a search: from a job's ``search`` to dimensions, and from a setting back to a job.
 
 A setting holds scalars. A choice that is a list or a mapping stands in it as its JSON text
-(``"[128, 64]"``); ``lay_over`` puts the list itself into the job.
+(``"[128, 64]"``); ``apply_params`` puts the list itself into the job.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_dimensions(search: SearchSpec) -> tuple[Dimension, ...]:
     return tuple(_make_dimension(name, search.space[name]) for name in parents_first(search))
 
 
-def lay_over(job: Job, params: Params) -> Job:
+def apply_params(job: Job, params: Params) -> Job:
     """The job with the setting in place, and without its search."""
     space = job.search.space if job.search else {}
     values = {
@@ -65,7 +65,7 @@ def lay_over(job: Job, params: Params) -> Job:
         raise JobError(f"{_show(params)}: {_words(error)}.") from None
 
 
-def present(params: Params, dimensions: Sequence[Dimension]) -> Params:
+def drop_absent(params: Params, dimensions: Sequence[Dimension]) -> Params:
     """The setting without the dimensions that do not exist beside its other values."""
     known = {dimension.name: dimension for dimension in dimensions}
 
@@ -92,7 +92,7 @@ def is_allowed(
     return all(read_constraint(text).holds(values) for text in constraints)
 
 
-class Allowed:
+class SettingCheck:
     """Whether a setting may be tried: its constraints hold, and the job with it is a valid one."""
 
     def __init__(self, job: Job) -> None:
@@ -125,7 +125,7 @@ class Allowed:
     def refusal(self, params: Params) -> str | None:
         """What the job itself has against the setting."""
         try:
-            lay_over(self._job, params)
+            apply_params(self._job, params)
         except JobError as error:
             return error.message
         return None
@@ -193,7 +193,7 @@ def _check_possible(job: Job, dimensions: tuple[Dimension, ...]) -> None:
 
     from yunlu.tuning.encoding import Encoder  # noqa: PLC0415
 
-    allowed = Allowed(job)
+    allowed = SettingCheck(job)
     encoder, rng = Encoder(dimensions), np.random.default_rng(0)
     drawn = encoder.sample(rng, _DRAWS_PER_VALUE)
     if not any(allowed(params) for params in drawn):
@@ -209,7 +209,7 @@ def _check_possible(job: Job, dimensions: tuple[Dimension, ...]) -> None:
             _check_value(drawn[:_DRAWS_PER_VALUE], dimension, value, dimensions, allowed.refusal)
 
 
-def _refuse_all(drawn: list[Params], allowed: Allowed) -> None:
+def _refuse_all(drawn: list[Params], allowed: SettingCheck) -> None:
     failures = [set(allowed.failing(params)) for params in drawn]
     never = set.intersection(*failures)
     if never:
@@ -243,7 +243,7 @@ def _check_value(
         tried = {**params, dimension.name: value}
         for parent, wanted in dimension.when.items():
             tried[parent] = wanted[0]
-        tried = present(tried, dimensions)
+        tried = drop_absent(tried, dimensions)
         if dimension.name not in tried:
             continue
         refusal = refuse(tried)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from yunlu.tuning.conducting.sharing import USUAL_POWER
-from yunlu.tuning.methods.listed import list_settings
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
+from yunlu.tuning.methods.grid import list_settings
 from yunlu.tuning.space import list_values, make_dimensions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class StageCounts:
     """What a study of so many trials trains."""
 
     stages: tuple[Stage, ...]
@@ -54,7 +54,7 @@ class Course:
         return sum(stage.trials * stage.rungs for stage in self.stages)
 
 
-def expect(search: SearchSpec, *, trials: int, rungs: int) -> Course:
+def expect_stages(search: SearchSpec, *, trials: int, rungs: int) -> StageCounts:
     """The course of a study, as far as its method tells."""
     stop = find_stop(search)
     if stop in {"asha", "hyperband"}:
@@ -63,14 +63,14 @@ def expect(search: SearchSpec, *, trials: int, rungs: int) -> Course:
         if stop == "hyperband":
             brackets = _split(trials, first, rungs, eta)
         stages = [s for count, begin in brackets for s in _halve(count, begin, rungs, eta)]
-        return Course(stages=tuple(stages), spread=_HALVING, waits=False)
+        return StageCounts(stages=tuple(stages), spread=_HALVING, waits=False)
     if stop == "pbt":
-        return Course(stages=_train_together(search, trials, rungs), spread=_HALVING, waits=True)
+        return StageCounts(stages=_train_together(search, trials, rungs), spread=_HALVING, waits=True)
     if stop == "frontier":
-        return Course(stages=_explore(trials, rungs), spread=_FRONTIER_SPREAD, waits=False)
+        return StageCounts(stages=_explore(trials, rungs), spread=_FRONTIER_SPREAD, waits=False)
     share, spread = {"median": _MEDIAN, "patience": _PATIENCE}.get(stop, (1.0, 0.0))
     stage = Stage(trials=trials, rungs=max(1.0, share * rungs))
-    return Course(stages=(stage,), spread=spread, waits=False)
+    return StageCounts(stages=(stage,), spread=spread, waits=False)
 
 
 def find_stop(search: SearchSpec) -> str:
@@ -116,7 +116,7 @@ def count_space(search: SearchSpec) -> int | None:
 
 
 def makespan_s(
-    course: Course,
+    course: StageCounts,
     *,
     rung_s: float,
     devices: int,

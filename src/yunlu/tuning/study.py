@@ -12,39 +12,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from yunlu.jobs.job_input import build_job
-from yunlu.tuning.conducting.conductor import conduct
-from yunlu.tuning.conducting.objectives import refuse_failures
-from yunlu.tuning.conducting.trial_runs import make_job
+from yunlu.tuning.study_runner.runner import run_to_end
+from yunlu.tuning.study_runner.objectives import check_failures
+from yunlu.tuning.study_runner.trial_runs import make_job
 from yunlu.tuning.facts import find_best
-from yunlu.tuning.founding import (
+from yunlu.tuning.setup import (
     create_study,
     find_limits,
     make_method_of,
     open_or_create,
     with_search,
 )
-from yunlu.tuning.own_trials import error_words, read_numbers, refuse_function
+from yunlu.tuning.external_trials import error_words, read_numbers, refuse_function
 from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.study_dir import StudyError
-from yunlu.tuning.values import Begin, End, Point, Stand, TrialState
+from yunlu.tuning.values import StartTrial, EndStudy, Point, StudySnapshot, TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from yunlu.spec.job import Job
-    from yunlu.tuning.conducting.hosting import Elastic
-    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.study_runner.slot_allocation import Elastic
+    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
     from yunlu.tuning.forecast import StudyForecast
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Method, Move, Params
+    from yunlu.tuning.values import Method, Action, Params
 
 
 _TOLD = ("done", "pruned", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedTrial:
     """A trial for your own program to carry out; then ``tell`` its value."""
 
     number: int
@@ -137,16 +137,16 @@ class Study:
         """All that is known of it."""
         return self._records.view()
 
-    def foretell(self, *, places: Places | None = None) -> StudyForecast:
+    def foretell(self, *, places: Slots | None = None) -> StudyForecast:
         """What it will take, told once, before it begins: trials, time, cost; of runs of the job."""
-        from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 - looks for a pool
-        from yunlu.tuning.forecast import StudyForecast, foretell_study  # noqa: PLC0415 - slow
+        from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 - looks for a pool
+        from yunlu.tuning.forecast import StudyForecast, predict_study  # noqa: PLC0415 - slow
 
         asked = self._records.asked
         if asked.forecast is not None:
             return StudyForecast.model_validate(asked.forecast)
-        places = places or find_places(devices=asked.devices)
-        told = foretell_study(asked, devices=places.devices)
+        places = places or find_slots(devices=asked.devices)
+        told = predict_study(asked, devices=places.devices)
         self._records.change(forecast=told.model_dump(mode="json"))
         return told
 
@@ -160,7 +160,7 @@ class Study:
 
     # Your own program.
 
-    def ask(self, *, again: bool = True) -> Asked | None:
+    def ask(self, *, again: bool = True) -> AskedTrial | None:
         """A setting to try; None where nothing is worth trying, or not before others were told.
 
         Trials that a process asked for and never told of, being killed, come first; with ``again``
@@ -173,9 +173,9 @@ class Study:
                 if not self._records.trial(number).state.is_over:
                     return self._lend(number)
             move = self._choose()
-            if isinstance(move, Begin):
+            if isinstance(move, StartTrial):
                 return self._lend(self._records.begin(move.params, until=1))
-            if isinstance(move, End):
+            if isinstance(move, EndStudy):
                 self._end(move.reason)
             return None
 
@@ -188,21 +188,21 @@ class Study:
         about = {"state": state, "reason": reason, **updates}
         self._records.dir.write_status(status.model_copy(update=about))
 
-    def _lend(self, number: int) -> Asked:
+    def _lend(self, number: int) -> AskedTrial:
         asked, params = self._records.asked, dict(self._records.trial(number).params)
         job = None if asked.job is None else make_job(asked, number, params)
-        return Asked(number, params, job)
+        return AskedTrial(number, params, job)
 
     def tell(
         self,
-        trial: int | Asked,
+        trial: int | AskedTrial,
         value: float | Sequence[float] | None = None,
         *,
         state: Literal["done", "pruned", "failed"] = "done",
         error: str | None = None,
     ) -> None:
         """How a trial did: its value (of several objectives, their values), with the metric's own sign."""
-        number = trial.number if isinstance(trial, Asked) else trial
+        number = trial.number if isinstance(trial, AskedTrial) else trial
         if state not in _TOLD:
             raise StudyError(
                 f"a trial cannot be told to be {state!r}", hint=f"say {', '.join(_TOLD)}"
@@ -222,13 +222,13 @@ class Study:
 
     def optimize(
         self,
-        function: Callable[[Asked], float | Sequence[float]] | None = None,
+        function: Callable[[AskedTrial], float | Sequence[float]] | None = None,
         *,
         trials: int | None = None,
         budget: float | None = None,
         deadline: str | None = None,
         parallel: int | None = None,
-        places: Places | None = None,
+        places: Slots | None = None,
         elastic: Elastic = "auto",
         on_change: Callable[[StudyView], None] | None = None,
         is_asked_to_stop: Callable[[], bool] = lambda: False,
@@ -253,13 +253,13 @@ class Study:
         if function is not None:
             self._call(function, is_asked_to_stop)
             return self
-        from yunlu.tuning.conducting.places import find_places  # noqa: PLC0415 - looks for a pool
+        from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 - looks for a pool
 
         self.close()
-        conduct(
+        run_to_end(
             self._records,
             method=self._open_method(),
-            places=places or find_places(devices=self._records.asked.devices),
+            places=places or find_slots(devices=self._records.asked.devices),
             on_change=on_change,
             is_asked_to_stop=is_asked_to_stop,
             elastic=elastic,
@@ -275,7 +275,7 @@ class Study:
         limits = find_limits(search)
         self._records.change(**{key: value for key, value in limits.items() if value is not None})
 
-    def _call(self, function: Callable[[Asked], Any], is_asked_to_stop: Callable[[], bool]) -> None:
+    def _call(self, function: Callable[[AskedTrial], Any], is_asked_to_stop: Callable[[], bool]) -> None:
         limits = self._records.asked
         parallel = limits.parallel or 1
         ends_at = math.inf if limits.deadline_s is None else time.monotonic() + limits.deadline_s
@@ -299,12 +299,12 @@ class Study:
         if not failed:
             return
         try:
-            refuse_failures(facts, failed[-1].error or "")
+            check_failures(facts, failed[-1].error or "")
         except StudyError as error:
             self._note("failed", error.message, ended_at=time.time())
             raise
 
-    def _carry_out(self, function: Callable[[Asked], Any], asked: Asked) -> None:
+    def _carry_out(self, function: Callable[[AskedTrial], Any], asked: AskedTrial) -> None:
         try:
             value = function(asked)
             if value is None:
@@ -313,12 +313,12 @@ class Study:
         except Exception as error:  # noqa: BLE001 - the study goes on without this trial
             self.tell(asked, state="failed", error=error_words(error))
 
-    def _choose(self) -> Move:
+    def _choose(self) -> Action:
         asked, trials = self._records.asked, self._records.trials()
         left = None if asked.trials is None else max(asked.trials - len(trials), 0)
         if left == 0:
-            return End("all trials were begun")
-        stand = Stand(
+            return EndStudy("all trials were begun")
+        stand = StudySnapshot(
             trials=trials,
             rungs=1,
             objectives=len(asked.metrics),
@@ -364,7 +364,7 @@ def tune(
     maximize: str | None = None,
     name: str | None = None,
     search: Mapping[str, Any] | None = None,
-    function: Callable[[Asked], float | Sequence[float]] | None = None,
+    function: Callable[[AskedTrial], float | Sequence[float]] | None = None,
     **options: Any,
 ) -> Study:
     """Search for good settings of a job, and return the study; arguments as of ``Study``."""

@@ -38,7 +38,7 @@ class StudyError(YunluError):
     code = "study"
 
 
-class StudyAsked(Value):
+class StudyRequest(Value):
     """What a study was asked for: ``study.json``."""
 
     id: str
@@ -134,10 +134,10 @@ class StudyDir:
         """Optuna's URL of the trials."""
         return f"sqlite:///{self.database}"
 
-    def read_asked(self) -> StudyAsked:
+    def read_asked(self) -> StudyRequest:
         """What was asked for."""
         try:
-            return StudyAsked.model_validate_json(self.asked.read_bytes())
+            return StudyRequest.model_validate_json(self.asked.read_bytes())
         except ValidationError as error:
             raise self.damaged(self.asked) from error
 
@@ -148,7 +148,7 @@ class StudyDir:
             hint=f"bring the file back, or move the directory {self.path} away",
         )
 
-    def write_asked(self, asked: StudyAsked) -> None:
+    def write_asked(self, asked: StudyRequest) -> None:
         """Note what is asked for from now on."""
         # What was not set stays unset: a search is read again as it was written.
         write_atomically(self.asked, asked.model_dump_json(indent=2, exclude_unset=True))

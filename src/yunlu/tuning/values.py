@@ -72,7 +72,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
+class StudySnapshot:
     """All that is known of a study at one instant."""
 
     trials: Sequence[Trial]
@@ -88,7 +88,7 @@ class Stand:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class StartTrial:
     """Start a new trial."""
 
     params: Params
@@ -98,7 +98,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class Continue:
     """Let a held (or running) trial train further."""
 
     number: int
@@ -106,30 +106,30 @@ class GoOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForResults:
     """Nothing is worth starting before somebody who runs has told more."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndStudy:
     """Nothing more is worth trying."""
 
     reason: str
 
 
-Move = Begin | GoOn | Wait | End
+Action = StartTrial | Continue | WaitForResults | EndStudy
 
 
 class Verdict(StrEnum):
     """What becomes of a running trial after an evaluation."""
 
-    GO_ON = "go on"  # to its ``until``, or, where it has reached that, beyond: see ``Judged``
+    GO_ON = "go on"  # to its ``until``, or, where it has reached that, beyond: see ``Judgement``
     HOLD = "hold"  # save, free the devices; may go on later
     PRUNE = "prune"  # free the devices, for good
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgement:
     """A verdict, and how far the trial may run by it."""
 
     verdict: Verdict
@@ -140,11 +140,11 @@ class Judged:
 class Method(Protocol):
     """A way of searching. Deterministic: the same stand and seed give the same answer."""
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """A place is free: what is done with it?"""
         ...
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """A running trial was just evaluated (its newest point is in the stand): does it go on?"""
         ...
 

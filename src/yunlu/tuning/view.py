@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def look(name: str) -> StudyView:
+def read_view(name: str) -> StudyView:
     """A study as it stands now, read from its directory; ``last`` is the newest."""
     from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
 

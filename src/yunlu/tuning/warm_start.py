@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from optuna.study._frozen import FrozenStudy
 
-    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.study_dir import StudyRequest
 
 
-def read_past(asked: StudyAsked, sources: Sequence[str]) -> list[Trial]:
+def read_past(asked: StudyRequest, sources: Sequence[str]) -> list[Trial]:
     """The trials of these studies that told a value, numbered anew."""
     found = [
         trial
@@ -34,7 +34,7 @@ def read_past(asked: StudyAsked, sources: Sequence[str]) -> list[Trial]:
     ]
 
 
-def _own(asked: StudyAsked, name: str) -> Iterator[Trial]:
+def _own(asked: StudyRequest, name: str) -> Iterator[Trial]:
     try:
         earlier = open_study(name)
     except StudyError as error:
@@ -52,7 +52,7 @@ def _own(asked: StudyAsked, name: str) -> Iterator[Trial]:
             yield replace(trial, state=TrialState.PRUNED)
 
 
-def _foreign(asked: StudyAsked, url: str) -> Iterator[Trial]:
+def _foreign(asked: StudyRequest, url: str) -> Iterator[Trial]:
     """Of each study there that has as many objectives; a value without a curve is that of a whole training."""
     kind, _, path = url.partition(":///")
     if kind == "sqlite" and not Path(path.partition("?")[0]).is_file():

@@ -12,13 +12,13 @@ from tests.integration.toy_study import toy_job
 from yunlu.cli.main import main
 from yunlu.core.errors import YunluError
 from yunlu.tuning.facts import wall_s
-from yunlu.tuning.study import Asked, Study
+from yunlu.tuning.study import AskedTrial, Study
 from yunlu.tuning.study_dir import StudyError, list_studies
 from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import look
+from yunlu.tuning.view import read_view
 
 
-def ask(study: Study, **options: Any) -> Asked:
+def ask(study: Study, **options: Any) -> AskedTrial:
     asked = study.ask(**options)
     assert asked is not None
     return asked
@@ -31,7 +31,7 @@ def test_what_a_killed_program_had_asked_for_is_asked_again_and_done_once() -> N
     study.close()  # as the lock of a killed process is let go
     done: list[tuple[int, Any]] = []
 
-    def trial(asked: Asked) -> float:
+    def trial(asked: AskedTrial) -> float:
         done.append((asked.number, asked.params))
         return 2.0
 
@@ -92,7 +92,7 @@ def test_a_function_of_ones_own_ends_by_the_clock_and_knows_no_budget(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def trial(asked: Asked) -> float:
+    def trial(asked: AskedTrial) -> float:
         now[0] += 60.0
         return float(asked.number)
 
@@ -109,15 +109,15 @@ def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
     assert study.view().state == "running"
     study.tell(trial, 1.0)
     study.close()
-    rested = look("told")
+    rested = read_view("told")
     assert (rested.state, rested.rungs, rested.is_told) == ("stopped", 1, True)
     status = study.records.dir.read_status()
     assert status.ended_at is not None
     earlier = {"began_at": status.ended_at - 3600 - 60, "ended_at": status.ended_at - 3600}
     study.records.dir.write_status(status.model_copy(update=earlier))  # it rested for an hour
-    rested = look("told")
+    rested = read_view("told")
     study.optimize(lambda _: 2.0)
-    ended = look("told")
+    ended = read_view("told")
     assert ended.rested_s >= 3600
     assert (ended.state, ended.reason) == ("finished", "all trials were begun")
     assert ended.began_at == rested.began_at
@@ -125,11 +125,11 @@ def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
     assert ended.began_at is not None
     assert wall_s(ended, 0.0) == ended.ended_at - ended.began_at - ended.rested_s
     study.close()
-    assert look("told").state == "finished"
+    assert read_view("told").state == "finished"
 
 
 def test_a_study_whose_function_always_fails_has_failed() -> None:
-    def fail(_: Asked) -> float:
+    def fail(_: AskedTrial) -> float:
         raise ValueError("no good")
 
     study = Study(toy_job(trials=9), name="doomed")

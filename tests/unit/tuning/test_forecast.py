@@ -15,17 +15,17 @@ from yunlu.spec.job import Job
 from yunlu.spec.layout import LayoutSpec
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning import forecast
-from yunlu.tuning.conducting.sharing import USUAL_POWER
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
     StudyForecast,
     TrialTime,
     find_trial_time,
-    foretell,
-    foretell_study,
+    predict_search,
+    predict_study,
 )
-from yunlu.tuning.founding import ask_study
-from yunlu.tuning.stages import Stage, count_space, expect, find_stop, makespan_s
+from yunlu.tuning.setup import ask_study
+from yunlu.tuning.stages import Stage, count_space, expect_stages, find_stop, makespan_s
 from yunlu.tuning.study_dir import StudyError
 
 LR = {"train.optimizer.lr": "1e-4 .. 1e-1 log"}
@@ -48,7 +48,7 @@ def trial(seconds: float = 100.0, *, start_s: float = 10.0, spread: float = 1.2)
 
 def told(asked: SearchSpec, **more: Any) -> StudyForecast:
     options: dict[str, Any] = {"rungs": 9, "devices": 4, "trial": trial(), "elastic": False}
-    return foretell(job(), asked, **(options | more))
+    return predict_search(job(), asked, **(options | more))
 
 
 def test_whole_trainings_one_after_the_other() -> None:
@@ -63,8 +63,8 @@ def test_a_trial_of_two_devices_holds_both() -> None:
     wide = job().model_copy(update={"devices": 2})
     options: dict[str, Any] = {"rungs": 9, "trial": trial(), "dollars_per_hour": 3.6}
     asked, two_s = search(trials=8), 10.0 + 90.0 / 2**USUAL_POWER
-    assert foretell(wide, asked, devices=4, **options).parallel == 2
-    found = foretell(wide, asked, devices=2, **options)
+    assert predict_search(wide, asked, devices=4, **options).parallel == 2
+    found = predict_search(wide, asked, devices=2, **options)
     assert (found.parallel, found.devices) == (1, 2)
     assert found.seconds is not None
     assert found.seconds.value == pytest.approx(8 * two_s)
@@ -73,12 +73,12 @@ def test_a_trial_of_two_devices_holds_both() -> None:
     assert found.dollars is not None
     assert found.dollars.value == pytest.approx(0.001 * 8 * two_s)
     layout = job().model_copy(update={"layout": LayoutSpec.model_validate({"tp": 2})})
-    assert foretell(layout, asked, devices=2, **options).parallel == 1
+    assert predict_search(layout, asked, devices=2, **options).parallel == 1
 
 
 def test_halving_counts_its_rungs() -> None:
     asked = search(stop="asha", trials=9)
-    course = expect(asked, trials=9, rungs=9)
+    course = expect_stages(asked, trials=9, rungs=9)
     assert course.stages == (
         Stage(trials=9, rungs=1),
         Stage(trials=3, rungs=2),
@@ -90,9 +90,9 @@ def test_halving_counts_its_rungs() -> None:
 
 def test_hyperband_has_brackets_that_begin_later() -> None:
     asked = search(stop="hyperband", trials=20)
-    course = expect(asked, trials=20, rungs=9)
+    course = expect_stages(asked, trials=20, rungs=9)
     assert {stage.rungs for stage in course.stages} >= {1, 3, 9}
-    assert course.rungs > expect(search(stop="asha"), trials=20, rungs=9).rungs
+    assert course.rungs > expect_stages(search(stop="asha"), trials=20, rungs=9).rungs
 
 
 def test_the_budget_buys_as_many_trials_as_it_pays_for() -> None:
@@ -159,13 +159,13 @@ def test_where_nobody_measured_a_worker_is_asked_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(forecast, "plan_alone", make_plan)
     monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
-    found = foretell_study(asked, devices=1)
+    found = predict_study(asked, devices=1)
     assert found.trial_s is not None
     assert found.trial_s.value == 100.0
     # What was said last bounds it: 250 seconds, not the trials of the job's own search.
     assert (found.trials.value, found.bound) == (2.0, "deadline")
     assert len(asks) == 1
-    again = foretell_study(asked.model_copy(update={"plan": plan}), devices=1)
+    again = predict_study(asked.model_copy(update={"plan": plan}), devices=1)
     assert (again, len(asks)) == (found, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_job_that_no_worker_can_plan_leaves_the_time_open(
     )  # fmt: skip
     monkeypatch.setattr(forecast, "plan_alone", refuse)
     monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
-    found = foretell_study(asked, devices=2)
+    found = predict_study(asked, devices=2)
     assert (found.seconds, found.trials.value) == (None, 8.0)
 
 
@@ -245,11 +245,11 @@ def test_no_study_beats_all_devices_always_busy(
     trials: int, rungs: int, devices: int, stop: str, elastic: bool
 ) -> None:
     asked = search(stop=stop) if stop != "frontier" else search(method="frontier", stop="auto")
-    course = expect(asked, trials=trials, rungs=rungs)
+    course = expect_stages(asked, trials=trials, rungs=rungs)
     span_s = makespan_s(course, rung_s=1.0, devices=devices, parallel=devices, elastic=elastic)
     assert span_s >= course.rungs / devices * 0.999
     assert course.rungs <= max(trials, 10) * rungs * 1.001
-    more = expect(asked, trials=trials + 10, rungs=rungs)
+    more = expect_stages(asked, trials=trials + 10, rungs=rungs)
     assert more.rungs >= course.rungs
 
 
@@ -260,7 +260,7 @@ def test_auto_is_what_the_methods_make_of_it() -> None:
 
 
 def test_our_own_method_trains_a_part_of_each_trial() -> None:
-    course = expect(SearchSpec.model_validate({"space": LR}), trials=100, rungs=50)
+    course = expect_stages(SearchSpec.model_validate({"space": LR}), trials=100, rungs=50)
     assert course.rungs == pytest.approx(0.25 * 100 * 50)
     assert sum(stage.trials for stage in course.stages) == 160  # with those that went on
 

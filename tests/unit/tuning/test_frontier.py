@@ -12,27 +12,27 @@ import pytest
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.frontier import Frontier
-from yunlu.tuning.methods.making import make_method
+from yunlu.tuning.methods.factory import make_method
 from yunlu.tuning.replay import replay
 from yunlu.tuning.space import key_of
 from yunlu.tuning.values import (
-    Begin,
+    StartTrial,
     Dimension,
-    End,
-    GoOn,
-    Judged,
+    EndStudy,
+    Continue,
+    Judgement,
     Point,
-    Stand,
+    StudySnapshot,
     Trial,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.values import Move, Params
+    from yunlu.tuning.values import Action, Params
 
 RATE = Dimension(name="rate", low=1e-5, high=1.0, log=True)
 WIDTH = Dimension(name="width", low=8, high=512, log=True, is_int=True)
@@ -110,7 +110,7 @@ def test_a_value_that_is_not_a_number_ends_the_trial() -> None:
 
 def test_below_its_goal_a_trial_goes_on_unasked() -> None:
     stand = _stand([_trial(0, [1.0], TrialState.RUNNING, until=4)])
-    assert Frontier(SPACE, seed=0).judge(0, stand) == Judged(Verdict.GO_ON, until=4)
+    assert Frontier(SPACE, seed=0).judge(0, stand) == Judgement(Verdict.GO_ON, until=4)
 
 
 def test_who_takes_the_lead_goes_on_and_who_is_last_is_given_up() -> None:
@@ -126,17 +126,17 @@ def test_who_takes_the_lead_goes_on_and_who_is_last_is_given_up() -> None:
 @pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.PRUNED])
 def test_trials_that_told_nothing_are_survived(state: TrialState) -> None:
     silent = [_trial(n, [], state) for n in range(12)]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(silent)), Begin)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(silent)), StartTrial)
     endless = [_trial(n, [math.inf, math.nan], state) for n in range(12)]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(endless)), Begin)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(endless)), StartTrial)
     mixed = [*silent, *(_trial(12 + n, [1.0, 0.5 + n], TrialState.HELD) for n in range(4))]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(mixed)), Begin | GoOn)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(mixed)), StartTrial | Continue)
 
 
 def test_where_no_more_may_begin_held_trials_go_on() -> None:
     held = [_trial(n, [1.0, 0.5 + n], TrialState.HELD) for n in range(6)]
     move = Frontier(SPACE, seed=0).choose(_stand(held, trials_left=0))
-    assert isinstance(move, GoOn)
+    assert isinstance(move, Continue)
     assert move.until > 2
 
 
@@ -144,15 +144,15 @@ def test_where_nothing_is_left_it_waits_for_who_runs_and_then_ends() -> None:
     done = [_trial(n, [1.0] * RUNGS, TrialState.DONE) for n in range(3)]
     last = _trial(3, [1.0], TrialState.RUNNING, until=RUNGS)
     method = Frontier(SPACE, seed=0)
-    assert isinstance(method.choose(_stand([*done, last], trials_left=0)), Wait)
-    assert isinstance(method.choose(_stand(done, trials_left=0)), End)
+    assert isinstance(method.choose(_stand([*done, last], trials_left=0)), WaitForResults)
+    assert isinstance(method.choose(_stand(done, trials_left=0)), EndStudy)
 
 
 def test_nothing_begins_that_could_not_even_be_evaluated_once() -> None:
     done = [_trial(n, [1.0 + n] * RUNGS, TrialState.DONE) for n in range(12)]
     method = Frontier(SPACE, seed=0)
-    assert isinstance(method.choose(_stand(done, seconds_left=0.01)), End)
-    assert isinstance(method.choose(_stand(done, seconds_left=100.0)), Begin)
+    assert isinstance(method.choose(_stand(done, seconds_left=0.01)), EndStudy)
+    assert isinstance(method.choose(_stand(done, seconds_left=100.0)), StartTrial)
 
 
 def test_only_what_is_allowed_begins() -> None:
@@ -167,7 +167,7 @@ def test_only_what_is_allowed_begins() -> None:
 
 def test_constraints_that_nothing_fulfils_end_the_study() -> None:
     move = Frontier(SPACE, seed=0, allowed=lambda _: False).choose(_stand([]))
-    assert isinstance(move, End)
+    assert isinstance(move, EndStudy)
     assert "constraints" in move.reason
 
 
@@ -175,7 +175,7 @@ def test_earlier_studies_say_where_to_begin() -> None:
     past = [_trial(n, [2.0, 1.0 + abs(n - 7)], TrialState.DONE) for n in range(20)]
     past = [replace(trial, params={**trial.params, "gone": 1.0}) for trial in past]
     move = Frontier(SPACE, seed=0, past=past).choose(_stand([]))
-    assert isinstance(move, Begin)
+    assert isinstance(move, StartTrial)
     assert set(move.params) == {"rate", "width", "drop"}
     for name, value in move.params.items():
         assert value == pytest.approx(past[7].params[name])
@@ -221,7 +221,7 @@ class _Checked:
         self.choices = 0
         self.verdicts = 0
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         move = self._method.choose(stand)
         self._asked += 1
         if self._asked % 5 == 0:
@@ -229,7 +229,7 @@ class _Checked:
             self.choices += 1
         return move
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         judged = self._method.judge(number, stand)
         self._asked += 1
         if self._asked % 5 == 0:
@@ -246,8 +246,8 @@ def _trial(number: int, values: list[float], state: TrialState, until: int = 0) 
 
 def _stand(
     trials: list[Trial], *, trials_left: int | None = None, seconds_left: float | None = None
-) -> Stand:
-    return Stand(
+) -> StudySnapshot:
+    return StudySnapshot(
         trials=trials, rungs=RUNGS, trials_left=trials_left, seconds_left=seconds_left, workers=2
     )
 

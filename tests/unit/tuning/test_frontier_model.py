@@ -7,33 +7,33 @@ import pytest
 
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.history import make_scale
-from yunlu.tuning.methods.race import find_stations
+from yunlu.tuning.methods.successive_halving import find_stations
 from yunlu.tuning.methods.surrogate import (
-    Observations,
+    CurveObservations,
     Posterior,
-    Slope,
+    LikelihoodGradient,
     ask,
-    fit_traits,
-    usual_traits,
+    fit_kernel,
+    default_kernel,
 )
-from yunlu.tuning.methods.survey import Paces, Survey
+from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Dimension, Point, Trial, TrialState
 
 OWNERS = np.arange(3)
 
 
-def _observe(seed: int = 0) -> Observations:
+def _observe(seed: int = 0) -> CurveObservations:
     rng = np.random.default_rng(seed)
     features = np.repeat(rng.random((8, 3)), 3, axis=0)
     times = np.log(np.tile([1.0, 3.0, 9.0], 8))
     values = np.sin(4.0 * features[:, 0]) - 0.3 * times + 0.05 * rng.normal(size=24)
     values = (values - values.mean()) / values.std()
-    return Observations(features, times, np.repeat(np.arange(8), 3), values, np.zeros(24))
+    return CurveObservations(features, times, np.repeat(np.arange(8), 3), values, np.zeros(24))
 
 
 def test_the_slope_of_the_likelihood_is_right() -> None:
-    slope = Slope(_observe(), OWNERS, 3)
-    usual = usual_traits(OWNERS).vector
+    slope = LikelihoodGradient(_observe(), OWNERS, 3)
+    usual = default_kernel(OWNERS).vector
     vector = usual + 0.2 * np.random.default_rng(1).normal(size=len(usual))
     steps = 1e-5 * np.eye(len(vector))
     measured = [(slope.at(vector + s)[0] - slope.at(vector - s)[0]) / 2e-5 for s in steps]
@@ -41,14 +41,14 @@ def test_the_slope_of_the_likelihood_is_right() -> None:
 
 
 def test_fitting_finds_which_dimension_matters() -> None:
-    lengths = fit_traits(_observe(), OWNERS).lengths
+    lengths = fit_kernel(_observe(), OWNERS).lengths
     assert lengths[0] < lengths[1]
     assert lengths[0] < lengths[2]
 
 
 def test_what_was_seen_is_known_and_what_lies_ahead_less() -> None:
     seen = _observe()
-    posterior = Posterior(seen, fit_traits(seen, OWNERS))
+    posterior = Posterior(seen, fit_kernel(seen, OWNERS))
     mean, deviation = posterior.tell(seen)
     assert np.abs(mean - seen.values).max() < 0.3
     last = np.arange(2, 24, 3)
@@ -58,7 +58,7 @@ def test_what_was_seen_is_known_and_what_lies_ahead_less() -> None:
 
 def test_believing_in_what_runs_changes_no_mean_but_makes_it_known() -> None:
     seen = _observe()
-    posterior = Posterior(seen, usual_traits(OWNERS))
+    posterior = Posterior(seen, default_kernel(OWNERS))
     runs = ask(np.full((1, 3), 0.5), np.log([20.0]), np.array([8]))
     near = ask(np.array([[0.5, 0.5, 0.5], [0.1, 0.9, 0.4]]), np.log([20.0, 5.0]), np.array([-1, 2]))
     mean, deviation = posterior.tell(near)
@@ -95,14 +95,14 @@ def test_paces_are_foretold_from_settings() -> None:
         )
         for number in range(8)
     ]
-    paces = Paces(Survey(encoder, seed=0).look(trials, [1, 2]))
+    paces = RungTimeModel(TrialTable(encoder, seed=0).look(trials, [1, 2]))
     told = paces.foretell(encoder.encode([{"width": 3.0}, {"width": 200.0}]))
     assert told == pytest.approx([3.0, 200.0], rel=0.25)
 
 
 def test_a_survey_that_is_shown_another_study_forgets_the_first() -> None:
     encoder = Encoder((Dimension(name="a"),))
-    survey = Survey(encoder, seed=0)
+    survey = TrialTable(encoder, seed=0)
     for value in (1.0, 2.0):
         point = Point(1, (value,), 1.0)
         trial = Trial(number=0, params={"a": 0.5}, state=TrialState.HELD, points=(point,))

@@ -9,25 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.spec.search import SearchSpec
-from yunlu.tuning.methods.making import make_method
-from yunlu.tuning.methods.population import Population, is_variable
-from yunlu.tuning.methods.samplers import Draws, Random
-from yunlu.tuning.space import make_dimensions, present
+from yunlu.tuning.methods.factory import make_method
+from yunlu.tuning.methods.population import PopulationBasedTraining, is_variable
+from yunlu.tuning.methods.samplers import SettingDraws, RandomSampler
+from yunlu.tuning.space import make_dimensions, drop_absent
 from yunlu.tuning.values import (
-    Begin,
+    StartTrial,
     Dimension,
-    End,
-    GoOn,
+    EndStudy,
+    Continue,
     Point,
-    Stand,
+    StudySnapshot,
     Trial,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Method, Move
+    from yunlu.tuning.values import Method, Action
 
 SPACE: dict[str, Any] = {
     "train.optimizer.lr": "1e-4 .. 1e-1 log",
@@ -49,10 +49,10 @@ class Stage:
     def __init__(self, method: Method, workers: int) -> None:
         self.method, self.workers = method, workers
         self.trials: list[Trial] = []
-        self.moves: list[tuple[Stand, Move]] = []
+        self.moves: list[tuple[StudySnapshot, Action]] = []
 
-    def stand(self) -> Stand:
-        return Stand(trials=tuple(self.trials), rungs=RUNGS, workers=self.workers)
+    def stand(self) -> StudySnapshot:
+        return StudySnapshot(trials=tuple(self.trials), rungs=RUNGS, workers=self.workers)
 
     def running(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.state is TrialState.RUNNING]
@@ -63,22 +63,22 @@ class Stage:
                 stand = self.stand()
                 move = self.method.choose(stand)
                 self.moves.append((stand, move))
-                if isinstance(move, End):
+                if isinstance(move, EndStudy):
                     return move.reason
-                if isinstance(move, Wait):
+                if isinstance(move, WaitForResults):
                     assert self.running()
                     break
                 self.make(move)
             self.evaluate(self.running()[0])
 
-    def make(self, move: Move) -> None:
-        if isinstance(move, GoOn):
+    def make(self, move: Action) -> None:
+        if isinstance(move, Continue):
             trial = self.trials[move.number]
             assert trial.state is TrialState.HELD
             assert move.until > trial.rung
             self.trials[move.number] = replace(trial, state=TrialState.RUNNING, until=move.until)
             return
-        assert isinstance(move, Begin)
+        assert isinstance(move, StartTrial)
         points: tuple[Point, ...] = ()
         if move.copy_from:
             model = self.trials[move.copy_from[0]]
@@ -132,7 +132,7 @@ def test_a_population_stays_as_large_and_ends_trained(
     assert len(stage.trials) == population + copies
     by_name = {dimension.name: dimension for dimension in dimensions}
     for trial in stage.trials:
-        assert present(trial.params, dimensions) == trial.params
+        assert drop_absent(trial.params, dimensions) == trial.params
         assert 1e-4 <= float(trial.params["train.optimizer.lr"] or 0) <= 1e-1
         assert trial.params["train.batch"] in by_name["train.batch"].choices
         if trial.copied_from:
@@ -167,8 +167,8 @@ def test_a_population_that_loses_members_goes_on_without_them() -> None:
 
 
 def test_without_trials_left_nobody_is_copied() -> None:
-    draws = Draws((Dimension(name="train.l2", low=0.0, high=1.0),))
-    method = Population(Random(draws, seed=0), draws.dimensions, seed=0, size=4)
+    draws = SettingDraws((Dimension(name="train.l2", low=0.0, high=1.0),))
+    method = PopulationBasedTraining(RandomSampler(draws, seed=0), draws.dimensions, seed=0, size=4)
     trials = [
         Trial(
             number=number,
@@ -179,10 +179,10 @@ def test_without_trials_left_nobody_is_copied() -> None:
         )
         for number in range(4)
     ]
-    free = method.choose(Stand(trials=trials, rungs=3))
-    assert isinstance(free, Begin)
+    free = method.choose(StudySnapshot(trials=trials, rungs=3))
+    assert isinstance(free, StartTrial)
     assert free.copy_from == (0, 1)
-    assert method.choose(Stand(trials=trials, rungs=3, trials_left=0)) == GoOn(0, 2)
+    assert method.choose(StudySnapshot(trials=trials, rungs=3, trials_left=0)) == Continue(0, 2)
 
 
 def test_only_what_a_checkpoint_survives_is_varied() -> None:

@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, MissingPartError
 from yunlu.spec.search import SearchSpec
-from yunlu.tuning.methods.listed import Listed, list_settings
-from yunlu.tuning.methods.making import (
+from yunlu.tuning.methods.grid import GridSampler, list_settings
+from yunlu.tuning.methods.factory import (
     make_method,
     name_method,
 )
 from yunlu.tuning.methods.optuna_samplers import OptunaSampler, distribution_of
-from yunlu.tuning.methods.samplers import CmaEs, Draws, Random, Sobol
+from yunlu.tuning.methods.samplers import CmaEsSampler, SettingDraws, RandomSampler, SobolSampler
 from yunlu.tuning.replay import replay
-from yunlu.tuning.space import is_allowed, key_of, list_values, make_dimensions, present
-from yunlu.tuning.values import Begin, Dimension, End, Point, Stand, Trial, TrialState, Wait
+from yunlu.tuning.space import is_allowed, key_of, list_values, make_dimensions, drop_absent
+from yunlu.tuning.values import StartTrial, Dimension, EndStudy, Point, StudySnapshot, Trial, TrialState, WaitForResults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.tuning.methods.samplers import Sampler
-    from yunlu.tuning.values import Judged, Method, Move, Params
+    from yunlu.tuning.values import Judgement, Method, Action, Params
 
 SPACE: dict[str, Any] = {
     "lr": {"low": 1e-4, "high": 1e-1, "log": True, "likely": 3e-3},
@@ -61,7 +61,7 @@ def value_of(params: Params) -> float:
 def check_inside(params: Params, dimensions: Sequence[Dimension]) -> None:
     by_name = {dimension.name: dimension for dimension in dimensions}
     assert params.keys() <= by_name.keys()
-    assert present(params, dimensions) == params
+    assert drop_absent(params, dimensions) == params
     for name, dimension in by_name.items():
         exists = all(params.get(parent) in values for parent, values in dimension.when.items())
         assert (name in params) == exists, name
@@ -76,10 +76,10 @@ def check_inside(params: Params, dimensions: Sequence[Dimension]) -> None:
             assert value in list_values(dimension)
 
 
-def make_stand(numbers: int, seed: int, dimensions: Sequence[Dimension]) -> Stand:
+def make_stand(numbers: int, seed: int, dimensions: Sequence[Dimension]) -> StudySnapshot:
     """A study somewhere in its middle."""
     rng = random.Random(seed)
-    draws = Draws(dimensions, allows)
+    draws = SettingDraws(dimensions, allows)
     trials: list[Trial] = []
     for number in range(numbers):
         params = draws.draw(rng.randrange(2**31), set())
@@ -94,17 +94,17 @@ def make_stand(numbers: int, seed: int, dimensions: Sequence[Dimension]) -> Stan
         trials.append(
             Trial(number=number, params=params, state=state, points=points, until=max(rung, 1))
         )
-    return Stand(trials=trials, rungs=9, workers=4)
+    return StudySnapshot(trials=trials, rungs=9, workers=4)
 
 
 NAMES = ["random", "sobol", "tpe", "cmaes", "nsga2"]
 
 
 def make_sampler(name: str, dimensions: Sequence[Dimension], seed: int) -> Sampler:
-    draws = Draws(dimensions, allows)
+    draws = SettingDraws(dimensions, allows)
     if name in {"tpe", "gp", "nsga2"}:
         return OptunaSampler(name, draws, seed=seed, population=8)  # type: ignore[arg-type]
-    return {"random": Random, "sobol": Sobol, "cmaes": CmaEs}[name](draws, seed=seed)
+    return {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](draws, seed=seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,7 +166,7 @@ def spaces(draw: st.DrawFn) -> tuple[Dimension, ...]:
 @settings(max_examples=40, deadline=None)
 @given(dimensions=spaces(), name=st.sampled_from(NAMES), seed=st.integers(0, 2**31))
 def test_any_space_is_kept_to(dimensions: tuple[Dimension, ...], name: str, seed: int) -> None:
-    draws = Draws(dimensions)
+    draws = SettingDraws(dimensions)
     if name == "cmaes" and not any(
         not d.choices and not d.when and d.low < d.high for d in dimensions
     ):
@@ -181,9 +181,9 @@ def test_any_space_is_kept_to(dimensions: tuple[Dimension, ...], name: str, seed
     sampler: Any = (
         OptunaSampler(name, draws, seed=seed, population=4)  # type: ignore[arg-type]
         if name in {"tpe", "nsga2"}
-        else {"random": Random, "sobol": Sobol, "cmaes": CmaEs}[name](draws, seed=seed)
+        else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](draws, seed=seed)
     )
-    params = sampler.suggest(Stand(trials=trials, rungs=1))
+    params = sampler.suggest(StudySnapshot(trials=trials, rungs=1))
     if params is not None:
         check_inside(params, dimensions)
     else:
@@ -211,15 +211,15 @@ class Watched:
 
     def __init__(self, method: Method) -> None:
         self._method = method
-        self.moves: list[tuple[Stand, Move]] = []
-        self.judged: list[tuple[int, Stand, Judged]] = []
+        self.moves: list[tuple[StudySnapshot, Action]] = []
+        self.judged: list[tuple[int, StudySnapshot, Judgement]] = []
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         move = self._method.choose(stand)
         self.moves.append((stand, move))
         return move
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         judged = self._method.judge(number, stand)
         self.judged.append((number, stand, judged))
         return judged
@@ -275,18 +275,18 @@ def test_a_grid_tries_every_setting_once_and_then_ends() -> None:
     dimensions = make_dimensions(asked)
     method = make_method(asked, dimensions, seed=3)
     trials: list[Trial] = []
-    while isinstance(move := method.choose(Stand(trials=trials, rungs=5)), Begin):
+    while isinstance(move := method.choose(StudySnapshot(trials=trials, rungs=5)), StartTrial):
         assert move.until == 5
         point = Point(5, (1.0,), 1.0)
         trials.append(
             Trial(number=len(trials), params=move.params, state=TrialState.DONE, points=(point,))
         )
-    assert move == End("every setting was tried")
+    assert move == EndStudy("every setting was tried")
     assert len(trials) == 3 * 3 * 3 + 3 * 3
     assert len({key_of(trial.params) for trial in trials}) == len(trials)
     assert {round(math.log10(float(t.params["lr"] or 1))) for t in trials} == {-3, -2, -1}
     running = [*trials[:-1], replace(trials[-1], state=TrialState.RUNNING)]
-    assert method.choose(Stand(trials=running, rungs=5)) == Wait()
+    assert method.choose(StudySnapshot(trials=running, rungs=5)) == WaitForResults()
 
 
 def test_a_small_space_is_searched_without_repeats_and_ends() -> None:
@@ -296,12 +296,12 @@ def test_a_small_space_is_searched_without_repeats_and_ends() -> None:
     )
     for name in ("random", "sobol", "tpe", "cmaes"):
         sampler: Any = (
-            OptunaSampler("tpe", Draws(dimensions), seed=1)
+            OptunaSampler("tpe", SettingDraws(dimensions), seed=1)
             if name == "tpe"
-            else {"random": Random, "sobol": Sobol, "cmaes": CmaEs}[name](Draws(dimensions), seed=1)
+            else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](SettingDraws(dimensions), seed=1)
         )
         trials: list[Trial] = []
-        while (params := sampler.suggest(Stand(trials=trials, rungs=1))) is not None:
+        while (params := sampler.suggest(StudySnapshot(trials=trials, rungs=1))) is not None:
             point = Point(1, (float(len(trials)),), 1.0)
             number = len(trials)
             trials.append(
@@ -314,13 +314,13 @@ def test_a_small_space_is_searched_without_repeats_and_ends() -> None:
 def test_an_endless_or_huge_grid_is_refused() -> None:
     free = Dimension(name="train.optimizer.lr", low=1e-4, high=0.1, log=True)
     with pytest.raises(JobError) as caught:
-        Listed((free,), seed=0)
+        GridSampler((free,), seed=0)
     assert caught.value.message == (
         "search.method: grid tries every setting, but train.optimizer.lr may be any number."
     )
     wide = [Dimension(name=name, low=1, high=1000, is_int=True) for name in "ab"]
     with pytest.raises(JobError) as caught:
-        Listed(wide, seed=0)
+        GridSampler(wide, seed=0)
     assert caught.value.message == (
         "search.method: a grid of 1,000,000 settings is more than 100,000."
     )
@@ -356,7 +356,7 @@ def test_what_auto_stands_for(options: dict[str, Any], objectives: int, said: An
 def test_what_was_learned_is_used(name: str, share: float) -> None:
     """Suggestions after many trials are better than draws; both sums are of fixed seeds."""
     dimensions = make_dimensions(search())
-    draws = Draws(dimensions)
+    draws = SettingDraws(dimensions)
     trials: list[Trial] = []
     for number in range(60):
         params = draws.draw(number, set())
@@ -367,7 +367,7 @@ def test_what_was_learned_is_used(name: str, share: float) -> None:
     sampler = make_sampler(name, dimensions, 3)
     found: list[float] = []
     for _ in range(15):
-        params = sampler.suggest(Stand(trials=trials, rungs=1))
+        params = sampler.suggest(StudySnapshot(trials=trials, rungs=1))
         assert params is not None
         found.append(value_of(params))
         # Running, so that the next suggestion is another.
@@ -377,7 +377,7 @@ def test_what_was_learned_is_used(name: str, share: float) -> None:
 
 def test_earlier_trials_are_learned_from_where_they_fit() -> None:
     dimensions = make_dimensions(search())
-    draws = Draws(dimensions)
+    draws = SettingDraws(dimensions)
     past: list[Trial] = []
     for number in range(40):
         params = draws.draw(number, set())
@@ -385,7 +385,7 @@ def test_earlier_trials_are_learned_from_where_they_fit() -> None:
         points = (Point(1, (value_of(params),), 1.0),)
         past.append(Trial(number=number, params=params, state=TrialState.DONE, points=points))
     foreign = replace(past[0], params={**past[0].params, "lr": 7.0})
-    empty = Stand(trials=(), rungs=1)
+    empty = StudySnapshot(trials=(), rungs=1)
     plain = OptunaSampler("tpe", draws, seed=1).suggest(empty)
     warm = OptunaSampler("tpe", draws, seed=1, past=past).suggest(empty)
     also = OptunaSampler("tpe", draws, seed=1, past=[*past, foreign]).suggest(empty)
@@ -394,15 +394,15 @@ def test_earlier_trials_are_learned_from_where_they_fit() -> None:
 
 def test_first_settings_bring_what_they_depend_on():
     asked = search(method="random", stop="none", first=[{"nesterov": True, "momentum": 0.777}])
-    move = make_method(asked, make_dimensions(asked), seed=0).choose(Stand(trials=(), rungs=3))
-    assert isinstance(move, Begin)
+    move = make_method(asked, make_dimensions(asked), seed=0).choose(StudySnapshot(trials=(), rungs=3))
+    assert isinstance(move, StartTrial)
     assert (move.params["name"], move.params["momentum"]) == ("sgd", 0.777)
     assert move.params["nesterov"] is True
 
 
 def test_beliefs_draw_settings_near_them_but_not_all() -> None:
     believed = Dimension(name="x", low=1e-5, high=1.0, log=True, likely=(-2.0, 0.25))
-    drawn = [Draws((believed,)).draw(seed, set()) for seed in range(300)]
+    drawn = [SettingDraws((believed,)).draw(seed, set()) for seed in range(300)]
     near = sum(
         params is not None and 10**-2.5 <= float(params["x"] or 0) <= 10**-1.5 for params in drawn
     )
@@ -417,8 +417,8 @@ def test_several_objectives_fall_together() -> None:
         method = make_method(asked, dimensions, seed=2, objectives=2)
         trials: list[Trial] = []
         for number in range(80):
-            move = method.choose(Stand(trials=trials, rungs=1, objectives=2))
-            assert isinstance(move, Begin)
+            move = method.choose(StudySnapshot(trials=trials, rungs=1, objectives=2))
+            assert isinstance(move, StartTrial)
             x, y = float(move.params["x"] or 0), float(move.params["y"] or 0)
             points = (Point(1, (x * x + y, (1 - x) ** 2 + y), 1.0),)
             trials.append(

@@ -10,28 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.tuning.methods.samplers import Draws, Random
-from yunlu.tuning.methods.stopping import Composed, Halving, Median, Patience, Whole
+from yunlu.tuning.methods.samplers import SettingDraws, RandomSampler
+from yunlu.tuning.methods.stopping import SamplerWithStopping, SuccessiveHalving, MedianStopping, PatienceStopping, NoStopping
 from yunlu.tuning.replay import replay
 from yunlu.tuning.values import (
-    Begin,
+    StartTrial,
     Dimension,
-    End,
-    GoOn,
-    Judged,
+    EndStudy,
+    Continue,
+    Judgement,
     Point,
-    Stand,
+    StudySnapshot,
     Trial,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.tuning.methods.stopping import Stopping
-    from yunlu.tuning.values import Move, Params
+    from yunlu.tuning.values import Action, Params
 
 X = (Dimension(name="x", low=0.0, high=1.0),)
 
@@ -49,8 +49,8 @@ def trial(
     )
 
 
-def stand(*trials: Trial, rungs: int = 27, **facts: Any) -> Stand:
-    return Stand(trials=trials, rungs=rungs, **facts)
+def stand(*trials: Trial, rungs: int = 27, **facts: Any) -> StudySnapshot:
+    return StudySnapshot(trials=trials, rungs=rungs, **facts)
 
 
 class Curves:
@@ -67,27 +67,27 @@ class Curves:
         return values, [(1 + x) * rung for rung in range(1, self.rungs + 1)]
 
 
-class Counted(Composed):
+class Counted(SamplerWithStopping):
     """Checks after every question that no rung has let too many go on."""
 
-    def __init__(self, halving: Halving, *, eta: int, seed: int) -> None:
-        super().__init__(Random(Draws(X), seed=seed), halving)
+    def __init__(self, halving: SuccessiveHalving, *, eta: int, seed: int) -> None:
+        super().__init__(RandomSampler(SettingDraws(X), seed=seed), halving)
         self.halving = halving
         self.eta = eta
         self.questions = 0
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         move = super().choose(stand)
-        self.check(stand, move.number if isinstance(move, GoOn) else None)
+        self.check(stand, move.number if isinstance(move, Continue) else None)
         return move
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         judged = super().judge(number, stand)
         goes_on = judged.verdict is Verdict.GO_ON and judged.until > stand.trials[number].rung
         self.check(stand, number if goes_on else None)
         return judged
 
-    def check(self, stand: Stand, rising: int | None) -> None:
+    def check(self, stand: StudySnapshot, rising: int | None) -> None:
         self.questions += 1
         brackets = {self.halving.bracket_of(t.number, stand.rungs) for t in stand.trials}
         for bracket in brackets:
@@ -115,7 +115,7 @@ class Counted(Composed):
 def test_no_rung_ever_lets_more_than_one_in_eta_go_on(
     *, eta: int, first: int, brackets: int | None, rungs: int, workers: int, seed: int
 ) -> None:
-    method = Counted(Halving(eta=eta, first=first, brackets=brackets), eta=eta, seed=seed)
+    method = Counted(SuccessiveHalving(eta=eta, first=first, brackets=brackets), eta=eta, seed=seed)
     trace = replay(method, Curves(rungs), workers=workers, budget_s=100)
     assert method.questions
     ladders = {trial.number: method.halving.stations(trial.number, rungs) for trial in trace.trials}
@@ -126,12 +126,12 @@ def test_no_rung_ever_lets_more_than_one_in_eta_go_on(
 
 
 def test_the_best_of_a_rung_goes_on_from_where_it_was_held() -> None:
-    rule = Halving(eta=3)
+    rule = SuccessiveHalving(eta=3)
     assert rule.stations(0, 27) == [1, 3, 9, 27]
     assert rule.first_until(5, 27) == 1
     held = [trial(0, [3.0]), trial(1, [1.0]), trial(2, [2.0])]
     assert rule.promote(stand(*held[:2])) is None
-    assert rule.promote(stand(*held)) == GoOn(1, 3)
+    assert rule.promote(stand(*held)) == Continue(1, 3)
     gone = [held[0], trial(1, [1.0], TrialState.RUNNING, until=3), held[2]]
     assert rule.promote(stand(*gone)) is None
     # The one that arrives as the best goes on at once, without being held.
@@ -141,25 +141,25 @@ def test_the_best_of_a_rung_goes_on_from_where_it_was_held() -> None:
     assert rule.judge(held[0], stand(*held)).verdict is Verdict.HOLD
     # Between two rungs it just goes on.
     between = trial(0, [3.0, 2.0], TrialState.RUNNING, until=3)
-    assert rule.judge(between, stand(between)) == Judged(Verdict.GO_ON, until=3)
+    assert rule.judge(between, stand(between)) == Judgement(Verdict.GO_ON, until=3)
 
 
 def test_higher_rungs_are_served_first_and_failures_never_rise() -> None:
-    rule = Halving(eta=2)
+    rule = SuccessiveHalving(eta=2)
     high = [trial(n, [1.0, float(n)]) for n in range(2)]
     low = [trial(n, [0.5]) for n in range(2, 6)]
-    assert rule.promote(stand(*high, *low, rungs=8)) == GoOn(0, 4)
+    assert rule.promote(stand(*high, *low, rungs=8)) == Continue(0, 4)
     failed = [
         trial(0, [0.0], TrialState.FAILED),
         trial(1, [1.0]),
         trial(2, [math.nan]),
         trial(3, [2.0]),
     ]
-    assert rule.promote(stand(*failed, rungs=8)) == GoOn(1, 2)
+    assert rule.promote(stand(*failed, rungs=8)) == Continue(1, 2)
 
 
 def test_hyperbands_brackets_begin_later_and_take_fewer() -> None:
-    rule = Halving(eta=3, brackets=None)
+    rule = SuccessiveHalving(eta=3, brackets=None)
     round_of = [rule.bracket_of(number, 27) for number in range(49)]
     assert Counter(round_of) == {0: 27, 1: 12, 2: 6, 3: 4}
     assert round_of == [rule.bracket_of(number, 27) for number in range(49, 98)]
@@ -172,31 +172,31 @@ def test_hyperbands_brackets_begin_later_and_take_fewer() -> None:
 
 
 def test_when_nothing_may_begin_the_best_held_one_is_finished() -> None:
-    method = Composed(Random(Draws(X), seed=0), Halving(eta=3))
+    method = SamplerWithStopping(RandomSampler(SettingDraws(X), seed=0), SuccessiveHalving(eta=3))
     held = [trial(0, [3.0, 2.0, 2.0]), trial(1, [1.0]), trial(2, [2.0])]
-    assert method.choose(stand(*held, trials_left=0)) == GoOn(0, 27)
+    assert method.choose(stand(*held, trials_left=0)) == Continue(0, 27)
     done = [trial(0, [1.0] * 27, TrialState.DONE), *held[1:]]
-    assert method.choose(stand(*done, trials_left=0)) == End("all 3 trials were made")
+    assert method.choose(stand(*done, trials_left=0)) == EndStudy("all 3 trials were made")
     running = [held[0], trial(1, [1.0], TrialState.RUNNING, until=3), held[2]]
-    assert method.choose(stand(*running, trials_left=0)) == Wait()
-    assert method.choose(stand(*running, trials_left=1, seconds_left=0.0)) == End(
+    assert method.choose(stand(*running, trials_left=0)) == WaitForResults()
+    assert method.choose(stand(*running, trials_left=1, seconds_left=0.0)) == EndStudy(
         "the time is over"
     )
 
 
 def test_without_a_rule_every_trial_is_trained_whole() -> None:
-    method = Composed(Random(Draws(X), seed=0), Whole())
+    method = SamplerWithStopping(RandomSampler(SettingDraws(X), seed=0), NoStopping())
     move = method.choose(stand(rungs=9))
-    assert isinstance(move, Begin)
+    assert isinstance(move, StartTrial)
     assert move.until == 9
     running = trial(0, [math.nan], TrialState.RUNNING, until=9)
-    assert method.judge(0, stand(running, rungs=9)) == Judged(Verdict.GO_ON, until=9)
+    assert method.judge(0, stand(running, rungs=9)) == Judgement(Verdict.GO_ON, until=9)
     # Somebody held it (a stop, a full machine): it is not forgotten.
-    assert method.choose(stand(trial(0, [1.0]), rungs=9)) == GoOn(0, 9)
+    assert method.choose(stand(trial(0, [1.0]), rungs=9)) == Continue(0, 9)
 
 
 def test_the_median_gives_up_who_is_worse_than_the_middle() -> None:
-    rule = Median(first=2, trials=3)
+    rule = MedianStopping(first=2, trials=3)
     others = [trial(n, [float(n), float(n)], TrialState.DONE) for n in range(1, 4)]
 
     def verdict(*values: float) -> Verdict:
@@ -213,7 +213,7 @@ def test_the_median_gives_up_who_is_worse_than_the_middle() -> None:
 
 
 def test_patience_gives_up_who_no_longer_improves() -> None:
-    rule = Patience(patience=2, min_delta=0.1)
+    rule = PatienceStopping(patience=2, min_delta=0.1)
 
     def verdict(*values: float) -> Verdict:
         judged = trial(0, values, TrialState.RUNNING, until=9)
@@ -225,9 +225,9 @@ def test_patience_gives_up_who_no_longer_improves() -> None:
     assert verdict(math.nan, math.nan) is Verdict.PRUNE
 
 
-@pytest.mark.parametrize("rule", [Median(), Patience(), Halving(), Halving(brackets=None)])
+@pytest.mark.parametrize("rule", [MedianStopping(), PatienceStopping(), SuccessiveHalving(), SuccessiveHalving(brackets=None)])
 def test_rules_run_in_the_replay_and_save_training(rule: Stopping) -> None:
     curves = Curves(27)
-    whole = replay(Composed(Random(Draws(X), seed=4), Whole()), curves, workers=4, budget_s=400)
-    early = replay(Composed(Random(Draws(X), seed=4), rule), curves, workers=4, budget_s=400)
+    whole = replay(SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), NoStopping()), curves, workers=4, budget_s=400)
+    early = replay(SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), rule), curves, workers=4, budget_s=400)
     assert len(early.trials) > 1.2 * len(whole.trials)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tuning.test_records import make_records
-from yunlu.tuning.conducting.objectives import find_values, refuse_failures
-from yunlu.tuning.conducting.story import RungScore, Story
-from yunlu.tuning.founding import ask_study
+from yunlu.tuning.study_runner.objectives import find_values, check_failures
+from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
+from yunlu.tuning.setup import ask_study
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import TrialState
 
@@ -19,10 +19,10 @@ def test_who_names_an_objective_wrongly_is_told_of_cost_and_seconds_too() -> Non
     )  # fmt: skip
     found = RungScore(rung=1, step=1, metrics={"loss": 0.5}, at=1.0, device_seconds=2.0)
     with pytest.raises(StudyError, match="dollars is never reported") as refused:
-        find_values(asked, Story(), found, dollars=0.1)
+        find_values(asked, TrialEvents(), found, dollars=0.1)
     assert refused.value.hint == "known: cost, loss, parameters, seconds"
     asked = asked.model_copy(update={"metrics": ("loss", "cost")})
-    assert find_values(asked, Story(), found, dollars=0.1) == (0.5, 0.1)
+    assert find_values(asked, TrialEvents(), found, dollars=0.1) == (0.5, 0.1)
 
 
 def test_the_error_that_is_shown_is_that_of_the_run_that_is_named() -> None:
@@ -32,5 +32,5 @@ def test_the_error_that_is_shown_is_that_of_the_run_that_is_named() -> None:
         records.change_trial(number, run=f"some-{number:03d}-abcdef")
         records.end(number, TrialState.FAILED, error=f"width {width} is too small")
     with pytest.raises(StudyError, match="3 trials failed alike: width 1 is") as refused:
-        refuse_failures(records.facts(), "width 3 is too small")
+        check_failures(records.facts(), "width 3 is too small")
     assert refused.value.hint == "yunlu logs some-000-abcdef shows the whole of it"

@@ -20,10 +20,10 @@ from yunlu.scheduler.allocation_record import AllocationRecord, write_allocation
 from yunlu.scheduler.pool_store import PoolStore
 from yunlu.scheduler.queue import QueueEntry, read_entry, scan
 from yunlu.spec.job import Job
-from yunlu.tuning.conducting.hosting import Hosting
-from yunlu.tuning.conducting.pace import Paces
-from yunlu.tuning.conducting.places import LocalPlaces, Places, PoolPlaces, find_places
-from yunlu.tuning.founding import create_study, make_method_of
+from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
+from yunlu.tuning.study_runner.slots import LocalSlots, Slots, PoolSlots, find_slots
+from yunlu.tuning.setup import create_study, make_method_of
 from yunlu.tuning.values import Point, Trial, TrialState
 
 
@@ -39,13 +39,13 @@ def entry_of(run: RunStore) -> QueueEntry:
 
 
 def test_a_submitted_trial_waits_for_its_start(own_home: Path) -> None:
-    run = PoolPlaces().submit(make_job())
+    run = PoolSlots().submit(make_job())
     assert lifecycle.read_record(run).state is RunState.PENDING
     assert list(scan(own_home)) == []  # trial.json can be written in peace
 
 
 def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
-    places: Places = PoolPlaces(priority=5, team="vision")
+    places: Slots = PoolSlots(priority=5, team="vision")
     run = places.submit(make_job())
     places.start(run, 2, promise=0.9)
     entry = entry_of(run)
@@ -59,7 +59,7 @@ def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
 
 
 def test_who_promises_less_goes_later_but_never_before_others() -> None:
-    places = PoolPlaces(priority=5)
+    places = PoolSlots(priority=5)
     run = places.submit(make_job())
     places.start(run, 1, promise=0.1)
     assert entry_of(run).priority == 4
@@ -68,7 +68,7 @@ def test_who_promises_less_goes_later_but_never_before_others() -> None:
 
 
 def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
-    places = PoolPlaces()
+    places = PoolSlots()
     run = places.submit(make_job())
     places.start(run, 1)
     places.let_go(run, for_good=False)
@@ -83,28 +83,28 @@ def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
 
 
 def test_letting_go_of_what_was_never_queued_is_no_error() -> None:
-    places = PoolPlaces()
+    places = PoolSlots()
     places.let_go(places.submit(make_job()), for_good=True)
 
 
 def test_the_pool_says_what_a_trial_holds() -> None:
-    places = PoolPlaces()
+    places = PoolSlots()
     run = places.submit(make_job())
     write_allocation(run, AllocationRecord(shares=(("a", 2), ("b", 1))))
     assert places.held(run) == 3
 
 
 def test_the_pool_has_as_many_devices_as_it_shows(own_home: Path) -> None:
-    assert PoolPlaces().devices == 0
+    assert PoolSlots().devices == 0
     journal = PoolStore(own_home)
     journal.path.mkdir(parents=True)
     journal.view.write_text(json.dumps({"devices": 6}))
-    assert PoolPlaces().devices == 6
-    assert PoolPlaces(devices=4).devices == 4
+    assert PoolSlots().devices == 6
+    assert PoolSlots(devices=4).devices == 4
 
 
 def test_a_layout_that_is_cut_gets_whole_replicas() -> None:
-    places = PoolPlaces()
+    places = PoolSlots()
     run = places.submit(make_job(layout={"tp": 2}))
     places.start(run, 4)
     assert entry_of(run).request.multiple == 2
@@ -113,20 +113,20 @@ def test_a_layout_that_is_cut_gets_whole_replicas() -> None:
 
 
 def test_without_a_pool_it_is_this_machine() -> None:
-    places = find_places(devices=3)
-    assert isinstance(places, LocalPlaces)
+    places = find_slots(devices=3)
+    assert isinstance(places, LocalSlots)
     assert places.devices == 3
 
 
 def test_a_trial_that_does_not_run_holds_nothing_and_cannot_be_resized() -> None:
-    places = LocalPlaces(2)
+    places = LocalSlots(2)
     run = places.submit(make_job())
     assert places.held(run) == 0
     assert not places.resize(run, 2)
 
 
 def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
-    run = LocalPlaces(2).submit(make_job())
+    run = LocalSlots(2).submit(make_job())
     run.emit(sample(AttemptStarted, number=1))
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=90))
     crews = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
@@ -144,7 +144,7 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
                     "compute_s": step_s,
                 }
                 metrics.write(json.dumps(line) + "\n")
-    paces = Paces(rungs=9)
+    paces = TrialSpeeds(rungs=9)
     new = Trial(number=1, params={}, state=TrialState.WAITING, until=1)
     before_s = paces.claim(new, held=0).work_s
     paces.look([(0, run)])
@@ -190,7 +190,7 @@ def test_a_short_way_is_not_worth_the_start_of_several_workers(
     records.add_point(told, Point(1, (0.5,), 1.0), at=0.0)
     records.end(told, TrialState.DONE)
     places: Any = Shares()
-    hosting = Hosting(records, make_method_of(records.asked), places, elastic=elastic)
+    hosting = SlotAllocation(records, make_method_of(records.asked), places, elastic=elastic)
     hosting._paces.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
     run = lifecycle.submit(job)
     hosting.enqueue(fresh, run)

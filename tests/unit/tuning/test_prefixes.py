@@ -14,10 +14,10 @@ from yunlu.runs.events import CheckpointSaved, DataOpened, Evaluated, PlanMade
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
-from yunlu.tuning.conducting.prefixes import find_course, may_share, shared_rung, shared_steps
-from yunlu.tuning.conducting.starting import Starter
-from yunlu.tuning.conducting.story import Story
-from yunlu.tuning.founding import create_study
+from yunlu.tuning.study_runner.shared_prefix import find_length, can_share_prefix, shared_rung, shared_steps
+from yunlu.tuning.study_runner.trial_start import TrialStarter
+from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.setup import create_study
 from yunlu.tuning.values import Dimension
 
 SAMPLES, BATCH = 640, 32
@@ -51,7 +51,7 @@ def shared(one: Job, other: Job) -> int:
 
 
 def rates(job: Job) -> list[float]:
-    course = find_course(job, samples=SAMPLES, batch=BATCH)
+    course = find_length(job, samples=SAMPLES, batch=BATCH)
     return [
         rate(job.train.schedule, step, steps=course.steps, warmup_steps=course.warmup_steps)
         for step in range(course.steps)
@@ -105,8 +105,8 @@ def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> 
     other = make_job({"name": "constant", "warmup": 0}, steps=100)
     steps = {1: 10, 2: 20, 3: 30, 4: 40, 5: 45}
 
-    def make_story(*saved: int, every: int = 10) -> Story:
-        story = Story()
+    def make_story(*saved: int, every: int = 10) -> TrialEvents:
+        story = TrialEvents()
         story.take(sample(DataOpened, train=SAMPLES))
         story.take(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
         for rung, step in steps.items():
@@ -130,11 +130,11 @@ def test_a_space_shares_where_something_acts_late_and_the_rest_can_agree() -> No
     warmup = Dimension(name="train.schedule.warmup", choices=(1, 2))
     listed = Dimension(name="train.optimizer.lr", choices=(0.1, 0.2))
     ranged = Dimension(name="train.optimizer.lr", low=0.1, high=0.2)
-    assert may_share([late])
-    assert may_share([length, listed])
-    assert not may_share([warmup])
-    assert not may_share([listed])
-    assert not may_share([late, ranged])
+    assert can_share_prefix([late])
+    assert can_share_prefix([length, listed])
+    assert not can_share_prefix([warmup])
+    assert not can_share_prefix([listed])
+    assert not can_share_prefix([late, ranged])
 
 
 def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() -> None:
@@ -142,6 +142,6 @@ def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() ->
     records = create_study(toy_job(space=space, method="grid"), name="long")
     assert records.asked.rungs == 6
     number = records.begin({"train.epochs": 6, "train.optimizer.lr": 0.1}, until=6)
-    run = Starter(records, ToyPlaces()).make_run(number)
+    run = TrialStarter(records, ToyPlaces()).make_run(number)
     job = Job.model_validate_json((run.path / Document.JOB).read_bytes())
     assert job.train.checkpoint.keep_last >= 6

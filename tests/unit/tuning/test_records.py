@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from yunlu.cli.main import main
 from yunlu.tuning import records as records_module
-from yunlu.tuning.founding import ask_study
+from yunlu.tuning.setup import ask_study
 from yunlu.tuning.records import Records, create_records, open_study
 from yunlu.tuning.study_dir import (
     StudyDir,
@@ -26,7 +26,7 @@ from yunlu.tuning.study_dir import (
     studies_home,
 )
 from yunlu.tuning.values import Dimension, Params, Point, Trial, TrialState
-from yunlu.tuning.view import look
+from yunlu.tuning.view import read_view
 
 DIMENSIONS = (
     Dimension(name="lr", low=1e-5, high=1e-1, log=True),
@@ -115,7 +115,7 @@ def test_optuna_sees_signs_states_and_curves() -> None:
     assert states == ["COMPLETE", "COMPLETE", "PRUNED", "FAIL", "RUNNING"]
     assert study.trials[2].value == 0.2
     assert study.trials[3].user_attrs["error"] == "boom"
-    view = look("some")
+    view = read_view("some")
     assert view.best is not None
     assert view.best.value == 0.9
     assert view.count(TrialState.RUNNING) == 1
@@ -178,7 +178,7 @@ def test_studies_are_found_by_name_and_told_apart() -> None:
     assert list_studies() == ["newer", "older"]
     assert find_study("last").name == "newer"
     with pytest.raises(StudyError, match="there is no study 'newr'") as unknown:
-        look("newr")
+        read_view("newr")
     assert "newer" in str(unknown.value.hint)
     for name in ("", "a b", "x" * 33, "../up", "-x"):
         with pytest.raises(StudyError, match="cannot name a study"):
@@ -191,10 +191,10 @@ def test_a_conductor_that_vanished_leaves_a_stopped_study() -> None:
     assert status.state == "stopped"
     with records.dir.conducting():
         records.dir.write_status(status.model_copy(update={"state": "running"}))
-        assert look("some").state == "running"
+        assert read_view("some").state == "running"
         with pytest.raises(StudyError, match="another process"), records.dir.conducting():
             pass
-    assert look("some").state == "stopped"
+    assert read_view("some").state == "stopped"
 
 
 @pytest.mark.parametrize("file", ["study.json", "study.sqlite3", "state.json"])
@@ -206,8 +206,8 @@ def test_a_damaged_study_says_so_and_leaves_the_others_alone(
     broken.write_text("garbage")
     records_module._opened.clear()  # pyright: ignore[reportPrivateUsage] (as another program)
     with pytest.raises(StudyError, match=f"broken is damaged: .*{file}"):
-        look("broken")
-    assert look("whole").name == "whole"
+        read_view("broken")
+    assert read_view("whole").name == "whole"
     assert main(["study"]) == 0
     shown = capsys.readouterr().out
     assert "whole" in shown
@@ -231,5 +231,5 @@ def test_a_study_that_has_begun_does_not_begin_anew_without_its_trials(is_empty:
         records.dir.database.touch()
     records_module._opened.clear()  # pyright: ignore[reportPrivateUsage] (as another program)
     with pytest.raises(StudyError, match=r"some is damaged: .*study\.sqlite3"):
-        look("some")
+        read_view("some")
     assert records.dir.database.exists() == is_empty

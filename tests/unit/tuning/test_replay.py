@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.tuning.replay import Trace, replay
+from yunlu.tuning.replay import ReplayTrace, replay
 from yunlu.tuning.values import (
-    Begin,
+    StartTrial,
     Dimension,
-    End,
-    GoOn,
-    Judged,
-    Move,
+    EndStudy,
+    Continue,
+    Judgement,
+    Action,
     Params,
-    Stand,
+    StudySnapshot,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
-Judge = Callable[[int, Stand], Judged]
+Judge = Callable[[int, StudySnapshot], Judgement]
 
 
 @dataclass(frozen=True)
@@ -44,38 +44,38 @@ class Recorded:
         return [start - step for step in steps], [pace * step for step in steps]
 
 
-def go_on(_number: int, _stand: Stand) -> Judged:
-    return Judged(Verdict.GO_ON)
+def go_on(_number: int, _stand: StudySnapshot) -> Judgement:
+    return Judgement(Verdict.GO_ON)
 
 
 @dataclass
 class Scripted:
     """Answers with the moves of a list, then ends."""
 
-    moves: Iterator[Move]
+    moves: Iterator[Action]
     judge_by: Judge = go_on
-    stands: list[Stand] = field(default_factory=list[Stand])
+    stands: list[StudySnapshot] = field(default_factory=list[StudySnapshot])
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         self.stands.append(stand)
-        return next(self.moves, End("script is over"))
+        return next(self.moves, EndStudy("script is over"))
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         return self.judge_by(number, stand)
 
 
-def begin(*, start: float = 10, pace: float = 1, until: int = 4) -> Begin:
-    return Begin({"start": start, "pace": pace}, until)
+def begin(*, start: float = 10, pace: float = 1, until: int = 4) -> StartTrial:
+    return StartTrial({"start": start, "pace": pace}, until)
 
 
 def play(
-    *moves: Move, judge: Judge = go_on, workers: int = 1, budget_s: float = 100, resume_s: float = 0
-) -> Trace:
+    *moves: Action, judge: Judge = go_on, workers: int = 1, budget_s: float = 100, resume_s: float = 0
+) -> ReplayTrace:
     method = Scripted(iter(moves), judge)
     return replay(method, Recorded(), workers=workers, budget_s=budget_s, resume_s=resume_s)
 
 
-def times(trace: Trace, number: int) -> list[tuple[int, float]]:
+def times(trace: ReplayTrace, number: int) -> list[tuple[int, float]]:
     return [(each.rung, each.at_s) for each in trace.evaluations if each.number == number]
 
 
@@ -105,7 +105,7 @@ def test_what_comes_at_the_end_of_the_time_counts_and_what_comes_later_is_lost()
 
 
 def test_a_held_trial_goes_on_where_it_stood() -> None:
-    trace = play(begin(pace=2, until=2), begin(pace=1, until=1), GoOn(0, 4))
+    trace = play(begin(pace=2, until=2), begin(pace=1, until=1), Continue(0, 4))
     assert times(trace, 0) == [(1, 2.0), (2, 4.0), (3, 7.0), (4, 9.0)]
     assert times(trace, 1) == [(1, 5.0)]
     assert trace.trials[1].state is TrialState.HELD
@@ -113,48 +113,48 @@ def test_a_held_trial_goes_on_where_it_stood() -> None:
 
 
 def test_going_on_costs_what_was_said_once() -> None:
-    trace = play(begin(until=2), GoOn(0, 4), resume_s=0.5)
+    trace = play(begin(until=2), Continue(0, 4), resume_s=0.5)
     assert times(trace, 0) == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
 
 
 def test_a_verdict_may_hold_before_the_trial_has_come_so_far() -> None:
-    trace = play(begin(until=4), judge=lambda _number, _stand: Judged(Verdict.HOLD))
+    trace = play(begin(until=4), judge=lambda _number, _stand: Judgement(Verdict.HOLD))
     assert trace.trials[0].state is TrialState.HELD
     assert trace.trials[0].rung == 1
 
 
 def test_a_verdict_may_let_a_trial_run_further() -> None:
-    trace = play(begin(until=1), judge=lambda _number, _stand: Judged(Verdict.GO_ON, until=3))
+    trace = play(begin(until=1), judge=lambda _number, _stand: Judgement(Verdict.GO_ON, until=3))
     assert trace.trials[0].state is TrialState.HELD
     assert trace.trials[0].rung == 3
     assert trace.resumed == 0
 
 
 def test_a_pruned_trial_frees_its_place_and_never_goes_on() -> None:
-    def prune_first(number: int, _stand: Stand) -> Judged:
-        return Judged(Verdict.PRUNE if number == 0 else Verdict.GO_ON)
+    def prune_first(number: int, _stand: StudySnapshot) -> Judgement:
+        return Judgement(Verdict.PRUNE if number == 0 else Verdict.GO_ON)
 
     trace = play(begin(), begin(), judge=prune_first)
     assert times(trace, 0) == [(1, 1.0)]
     assert times(trace, 1)[0] == (1, 2.0)
     assert trace.trials[0].state is TrialState.PRUNED
     with pytest.raises(ValueError, match="trial 0 is pruned"):
-        play(begin(), GoOn(0, 4), judge=prune_first)
+        play(begin(), Continue(0, 4), judge=prune_first)
 
 
 def test_the_last_rung_is_judged_by_nobody() -> None:
     judged: list[int] = []
 
-    def note(number: int, stand: Stand) -> Judged:
+    def note(number: int, stand: StudySnapshot) -> Judgement:
         judged.append(stand.trials[number].rung)
-        return Judged(Verdict.GO_ON)
+        return Judgement(Verdict.GO_ON)
 
     play(begin(), judge=note)
     assert judged == [1, 2, 3]
 
 
 def test_who_waits_is_asked_again_after_the_next_evaluation() -> None:
-    method = Scripted(iter([begin(pace=2), Wait(), Wait(), begin(pace=1)]))
+    method = Scripted(iter([begin(pace=2), WaitForResults(), WaitForResults(), begin(pace=1)]))
     trace = replay(method, Recorded(), workers=2, budget_s=100)
     assert times(trace, 1)[0] == (1, 5.0)
     assert [len(stand.trials) for stand in method.stands] == [0, 1, 1, 1, 2]
@@ -163,25 +163,25 @@ def test_who_waits_is_asked_again_after_the_next_evaluation() -> None:
 
 def test_waiting_while_nothing_runs_is_a_mistake_that_is_told() -> None:
     with pytest.raises(RuntimeError, match="no trial runs"):
-        play(Wait())
+        play(WaitForResults())
 
 
 def test_a_running_trial_may_be_let_further_while_a_place_is_free() -> None:
-    trace = play(begin(until=1), GoOn(0, 4), begin(pace=3), workers=2)
+    trace = play(begin(until=1), Continue(0, 4), begin(pace=3), workers=2)
     assert times(trace, 0)[-1] == (4, 4.0)
     assert times(trace, 1)[0] == (1, 3.0)
     assert trace.resumed == 0
 
 
 def test_nothing_new_begins_after_the_end_but_running_trials_finish() -> None:
-    trace = play(begin(), End("enough"), begin(), workers=2)
+    trace = play(begin(), EndStudy("enough"), begin(), workers=2)
     assert trace.reason == "enough"
     assert len(trace.trials) == 1
     assert trace.trials[0].state is TrialState.DONE
 
 
-@pytest.mark.parametrize("move", [begin(until=0), Begin({"start": 1, "pace": 1}, 1, (0, 1))])
-def test_impossible_beginnings_are_refused(move: Begin) -> None:
+@pytest.mark.parametrize("move", [begin(until=0), StartTrial({"start": 1, "pace": 1}, 1, (0, 1))])
+def test_impossible_beginnings_are_refused(move: StartTrial) -> None:
     with pytest.raises(ValueError, match=r"rung 0|copied checkpoint"):
         play(move)
 
@@ -210,27 +210,27 @@ class Erratic:
 
     rng: np.random.Generator
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
         is_busy = any(trial.state is TrialState.RUNNING for trial in stand.trials)
         if is_busy and self.rng.random() < 0.2:
-            return Wait()
+            return WaitForResults()
         if held and self.rng.random() < 0.5:
             trial = held[int(self.rng.integers(len(held)))]
-            return GoOn(trial.number, int(self.rng.integers(trial.rung + 1, 9)))
+            return Continue(trial.number, int(self.rng.integers(trial.rung + 1, 9)))
         start, pace = self.rng.random(2)
         return begin(start=float(start), pace=0.1 + float(pace), until=int(self.rng.integers(1, 9)))
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         assert stand.trials[number].state is TrialState.RUNNING
         verdict = self.rng.choice(np.asarray(list(Verdict), dtype=object))
-        return Judged(verdict, until=int(self.rng.integers(0, 9)))
+        return Judgement(verdict, until=int(self.rng.integers(0, 9)))
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), workers=st.integers(1, 5))
 def test_whatever_a_method_does_time_and_rungs_add_up(seed: int, workers: int) -> None:
-    def run() -> Trace:
+    def run() -> ReplayTrace:
         erratic = Erratic(np.random.default_rng(seed))
         return replay(erratic, Recorded(rungs=8), workers=workers, budget_s=20)
 

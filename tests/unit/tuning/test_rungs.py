@@ -10,7 +10,7 @@ import pytest
 from yunlu.spec.job import Job
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning import rungs
-from yunlu.tuning.rungs import count_rungs, look_at_training
+from yunlu.tuning.rungs import count_rungs, measure_training
 
 SEARCH = {"space": {"train.optimizer.lr": "1e-4 .. 1e-1 log"}, "metric": "loss"}
 
@@ -38,7 +38,7 @@ def test_no_worker_is_asked_where_the_data_can_be_counted(
     monkeypatch.setattr(rungs, "make_plan", pytest.fail)
     job = make_job(**train)
     assert job.search is not None
-    found = look_at_training(job, job.search, probes=True)
+    found = measure_training(job, job.search, probes=True)
     assert (found.rungs, found.metrics, found.plan) == (expected, ("loss",), None)
 
 
@@ -52,7 +52,7 @@ def test_where_the_length_varies_the_longest_training_counts() -> None:
     for train, expected in courses:
         job = make_job(**train)
         search = SearchSpec.model_validate({"space": space, "metric": "loss"})
-        assert look_at_training(job, search, probes=True).rungs == expected
+        assert measure_training(job, search, probes=True).rungs == expected
 
 
 def test_rows_of_a_table_are_counted(tmp_path: Path) -> None:

@@ -10,26 +10,26 @@ from benchmarks.tune_parts.elastic import Bracket, measure, power_of, run_elasti
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.tuning.conducting.sharing import (
+from yunlu.tuning.study_runner.device_shares import (
     USUAL_POWER,
     Aim,
-    Claim,
+    DeviceClaim,
     find_promises,
     fit_power,
-    share,
+    share_devices,
 )
 from yunlu.tuning.values import Point, Trial, TrialState
 
 AIMS: list[Aim] = ["rung", "best"]
 
 
-def claim(number: int, work_s: float = 60.0, held: int = 0, **more: object) -> Claim:
-    return replace(Claim(number=number, work_s=work_s, held=held), **more)  # pyright: ignore[reportArgumentType]
+def claim(number: int, work_s: float = 60.0, held: int = 0, **more: object) -> DeviceClaim:
+    return replace(DeviceClaim(number=number, work_s=work_s, held=held), **more)  # pyright: ignore[reportArgumentType]
 
 
 claims = st.lists(
     st.builds(
-        Claim,
+        DeviceClaim,
         number=st.just(0),
         work_s=st.floats(0.0, 1000.0),
         held=st.integers(0, 4),
@@ -48,14 +48,14 @@ claims = st.lists(
 
 @given(wanted=claims, devices=st.integers(1, 12), aim=st.sampled_from(AIMS))
 def test_no_more_than_there_are_and_nobody_who_runs_is_sent_away(
-    wanted: list[Claim], devices: int, aim: Aim
+    wanted: list[DeviceClaim], devices: int, aim: Aim
 ) -> None:
-    running: list[Claim] = []
+    running: list[DeviceClaim] = []
     for each in wanted:  # as can really be: what is held is there, and is a size that can be used
         held = min(max(each.held, each.least), each.most) if each.held else 0
         fits = sum(c.held for c in running) + held <= devices
         running.append(replace(each, held=held if fits else 0, is_pinned=each.is_pinned and fits))
-    shares = share(devices, running, aim=aim)
+    shares = share_devices(devices, running, aim=aim)
     assert sum(shares.values()) <= devices
     assert shares.keys() == {each.number for each in running}
     for each in running:
@@ -69,11 +69,11 @@ def test_no_more_than_there_are_and_nobody_who_runs_is_sent_away(
 
 
 @given(wanted=claims, devices=st.integers(1, 6))
-def test_the_last_of_a_rung_arrives_as_soon_as_it_can(wanted: list[Claim], devices: int) -> None:
+def test_the_last_of_a_rung_arrives_as_soon_as_it_can(wanted: list[DeviceClaim], devices: int) -> None:
     few = [replace(each, held=0, is_pinned=False, least=1) for each in wanted[:3]]
     if not few or len(few) > devices:
         return
-    shares = share(devices, few)
+    shares = share_devices(devices, few)
     sizes = [range(1, min(each.most, devices) + 1) for each in few]
     best = min(
         max(each.span_s(size) for each, size in zip(few, chosen, strict=True))
@@ -84,11 +84,11 @@ def test_the_last_of_a_rung_arrives_as_soon_as_it_can(wanted: list[Claim], devic
 
 
 @given(wanted=claims, devices=st.integers(1, 6))
-def test_the_expected_time_to_the_best_is_the_least(wanted: list[Claim], devices: int) -> None:
+def test_the_expected_time_to_the_best_is_the_least(wanted: list[DeviceClaim], devices: int) -> None:
     few = [replace(each, held=0, is_pinned=False, least=1) for each in wanted[:3]]
     if not few or len(few) > devices:
         return
-    shares = share(devices, few, aim="best")
+    shares = share_devices(devices, few, aim="best")
 
     def cost(sizes: dict[int, int]) -> float:
         return sum(
@@ -106,35 +106,35 @@ def test_the_expected_time_to_the_best_is_the_least(wanted: list[Claim], devices
 
 @pytest.mark.parametrize("aim", AIMS)
 def test_the_last_one_gets_the_whole_pool(aim: Aim) -> None:
-    assert share(8, [claim(3, held=2)], aim=aim) == {3: 8}
+    assert share_devices(8, [claim(3, held=2)], aim=aim) == {3: 8}
 
 
 def test_freed_devices_go_to_the_more_promising() -> None:
-    shares = share(4, [claim(0, held=1, promise=0.9), claim(1, held=1, promise=0.1)], aim="best")
+    shares = share_devices(4, [claim(0, held=1, promise=0.9), claim(1, held=1, promise=0.1)], aim="best")
     assert shares[0] > shares[1] >= 1
 
 
 def test_three_that_are_left_share_eight_devices() -> None:
-    assert sorted(share(8, [claim(n) for n in range(3)]).values()) == [2, 3, 3]
+    assert sorted(share_devices(8, [claim(n) for n in range(3)]).values()) == [2, 3, 3]
 
 
 def test_more_trials_than_devices_get_one_each() -> None:
-    shares = share(8, [claim(n) for n in range(27)])
+    shares = share_devices(8, [claim(n) for n in range(27)])
     assert sorted(shares.values(), reverse=True) == [1] * 8 + [0] * 19
 
 
 @pytest.mark.parametrize("aim", AIMS)
 def test_nobody_is_resized_for_less_than_it_costs(aim: Aim) -> None:
     almost_there = claim(0, work_s=4.0, held=4, resize_s=2.0)
-    assert share(8, [almost_there], aim=aim) == {0: 4}
-    assert share(8, [replace(almost_there, work_s=400.0)], aim=aim) == {0: 8}
+    assert share_devices(8, [almost_there], aim=aim) == {0: 4}
+    assert share_devices(8, [replace(almost_there, work_s=400.0)], aim=aim) == {0: 8}
 
 
 def test_what_was_shared_stays_shared() -> None:
     """The same question twice has the same answer: nothing goes back and forth."""
     wanted = [claim(n, work_s=40.0 + n, held=1) for n in range(3)]
-    first = share(8, wanted)
-    again = share(8, [replace(each, held=first[each.number]) for each in wanted])
+    first = share_devices(8, wanted)
+    again = share_devices(8, [replace(each, held=first[each.number]) for each in wanted])
     assert again == first
 
 
@@ -146,34 +146,34 @@ def test_a_spare_device_does_not_wander(aim: Aim) -> None:
         claim(1, work_s=100.0, held=1),
         claim(2, held=1),
     ]
-    assert share(4, wanted, aim=aim) == {0: 2, 1: 1, 2: 1}
+    assert share_devices(4, wanted, aim=aim) == {0: 2, 1: 1, 2: 1}
     much = [replace(wanted[0], work_s=5.0), replace(wanted[1], work_s=900.0), wanted[2]]
     # The rung ends soonest if the first is let arrive: then both of its devices are free.
-    assert share(4, much, aim=aim)[1] == (2 if aim == "best" else 1)
+    assert share_devices(4, much, aim=aim)[1] == (2 if aim == "best" else 1)
 
 
 def test_one_that_is_large_shrinks_for_others_that_come() -> None:
-    shares = share(8, [claim(0, work_s=600.0, held=8), claim(1, work_s=600.0)])
+    shares = share_devices(8, [claim(0, work_s=600.0, held=8), claim(1, work_s=600.0)])
     assert shares == {0: 4, 1: 4}
 
 
 def test_one_that_is_about_to_arrive_is_waited_for() -> None:
-    shares = share(8, [claim(0, work_s=0.01, held=8), claim(1, work_s=600.0)])
+    shares = share_devices(8, [claim(0, work_s=0.01, held=8), claim(1, work_s=600.0)])
     assert shares == {0: 8, 1: 0}
 
 
 def test_a_layout_gets_multiples() -> None:
-    assert share(7, [claim(0, multiple=2), claim(1, multiple=2)]) in ({0: 4, 1: 2}, {0: 2, 1: 4})
+    assert share_devices(7, [claim(0, multiple=2), claim(1, multiple=2)]) in ({0: 4, 1: 2}, {0: 2, 1: 4})
 
 
 def test_devices_that_were_lost_are_not_asked_back() -> None:
     wanted = [claim(0, held=2, least=2), claim(1, held=2, least=2)]
-    assert share(3, wanted) == {0: 2, 1: 2}
+    assert share_devices(3, wanted) == {0: 2, 1: 2}
 
 
 def test_claiming_twice_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="twice"):
-        share(2, [claim(0), claim(0)])
+        share_devices(2, [claim(0), claim(0)])
 
 
 def test_promise_is_the_rank_at_the_own_rung() -> None:

@@ -16,15 +16,15 @@ from yunlu.spec.overrides import field_value
 from yunlu.spec.problems import InvalidJobError
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.space import (
-    Allowed,
+    SettingCheck,
     count_settings,
     find_dimensions,
     is_allowed,
     key_of,
-    lay_over,
+    apply_params,
     list_values,
     make_dimensions,
-    present,
+    drop_absent,
 )
 from yunlu.tuning.values import Dimension
 
@@ -88,11 +88,11 @@ def test_a_setting_laid_over_the_job_is_found_in_it_again(seed: int) -> None:
     assert JOB.search
     dimensions = make_dimensions(JOB.search)
     (params,) = Encoder(dimensions).sample(np.random.default_rng(seed), 1)
-    assert present(params, dimensions) == params
-    if Allowed(JOB).refusal(params) is not None:
+    assert drop_absent(params, dimensions) == params
+    if SettingCheck(JOB).refusal(params) is not None:
         assert params["train.micro_batch"] not in {1, "auto"}
         return
-    job = lay_over(JOB, params)
+    job = apply_params(JOB, params)
     assert job.search is None
     for name, value in params.items():
         found = field_value(job, name)
@@ -113,11 +113,11 @@ def test_what_does_not_exist_beside_the_others_is_dropped_with_all_below_it() ->
         Dimension(name="e", choices=(0,), when={"d": (True,)}),
     )
     whole: Params = {"a": 2, "b": "y", "c": 0.5, "d": True, "e": 0, "other": 1}
-    assert present(whole, dimensions) == {"a": 2, "b": "y", "c": 0.5, "other": 1}
-    assert present({**whole, "b": "x"}, dimensions) == {"a": 2, "b": "x", "other": 1}
-    assert present({**whole, "a": 1}, dimensions) == {"a": 1, "d": True, "e": 0, "other": 1}
+    assert drop_absent(whole, dimensions) == {"a": 2, "b": "y", "c": 0.5, "other": 1}
+    assert drop_absent({**whole, "b": "x"}, dimensions) == {"a": 2, "b": "x", "other": 1}
+    assert drop_absent({**whole, "a": 1}, dimensions) == {"a": 1, "d": True, "e": 0, "other": 1}
     # 1 is not true
-    assert present({**whole, "a": 1, "d": 1}, dimensions) == {"a": 1, "d": 1, "other": 1}
+    assert drop_absent({**whole, "a": 1, "d": 1}, dimensions) == {"a": 1, "d": 1, "other": 1}
 
 
 def test_constraints_look_at_the_setting_then_at_the_job() -> None:
@@ -125,26 +125,26 @@ def test_constraints_look_at_the_setting_then_at_the_job() -> None:
     assert not is_allowed({"train.batch": 8}, ["train.batch < 8"])
     assert not is_allowed({"a": 8}, ["a < b"], job={"b": 3})
     search = {"space": {"train.batch": [8, 64]}, "constraints": ["train.batch <= data.limit"]}
-    allowed = Allowed(make(search, data={"train": "d", "limit": 50}))
+    allowed = SettingCheck(make(search, data={"train": "d", "limit": 50}))
     assert allowed({"train.batch": 8})
     assert not allowed({"train.batch": 64})
     hidden = {
         "space": {"model.args.hidden": [[1], [1, 2]]},
         "constraints": ["len(model.args.hidden) < 2"],
     }
-    assert Allowed(make(hidden))({"model.args.hidden": "[1]"})
-    assert not Allowed(make(hidden))({"model.args.hidden": "[1, 2]"})
+    assert SettingCheck(make(hidden))({"model.args.hidden": "[1]"})
+    assert not SettingCheck(make(hidden))({"model.args.hidden": "[1, 2]"})
 
 
 def test_settings_that_the_job_refuses_are_not_allowed() -> None:
     search = {"space": {"train.batch": [8, 64], "train.micro_batch": [8, 64]}}
     job = make(search)
     find_dimensions(job)
-    allowed = Allowed(job)
+    allowed = SettingCheck(job)
     assert allowed({"train.batch": 64, "train.micro_batch": 64})
     assert not allowed({"train.batch": 8, "train.micro_batch": 64})
     with pytest.raises(JobError) as caught:
-        lay_over(job, {"train.batch": 8, "train.micro_batch": 64})
+        apply_params(job, {"train.batch": 8, "train.micro_batch": 64})
     assert caught.value.message == (
         "train.batch=8, train.micro_batch=64: train.micro_batch: 64 is above batch 8."
     )

@@ -16,15 +16,15 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
 )
 from yunlu.runs.states import RunState
-from yunlu.tuning.conducting.story import Story
+from yunlu.tuning.study_runner.trial_events import TrialEvents
 
 
-def tell(story: Story, at: float, kind: type[RunEvent], **data: Any) -> None:
+def tell(story: TrialEvents, at: float, kind: type[RunEvent], **data: Any) -> None:
     story.take(sample(kind, at=at, **data))
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:
-    story = Story(devices=3)  # as many as it has now: other lives had others
+    story = TrialEvents(devices=3)  # as many as it has now: other lives had others
     assert story.device_seconds(100.0) == 0
     tell(story, 10.0, AttemptStarted, began_at=8.0, devices=2)
     assert story.device_seconds(10.0) == 4
@@ -40,21 +40,21 @@ def test_device_seconds_follow_lives_and_resizes() -> None:
 
 
 def test_one_that_was_stopped_before_it_lived_says_so() -> None:
-    story = Story()
+    story = TrialEvents()
     tell(story, 0.0, StateChanged, state="pending")
     tell(story, 1.0, StateChanged, state="stopped", reason="the worker was ended by SIGTERM")
     assert (story.reason, story.device_seconds(9.0)) == ("it had just been started", 0.0)
 
 
 def test_nobody_pays_for_the_night_after_a_kill() -> None:
-    story = Story()
+    story = TrialEvents()
     tell(story, 10.0, AttemptStarted, began_at=10.0)
     tell(story, 30_000.0, StateChanged, state="lost", reason="vanished", seen_at=25.0)
     assert story.device_seconds(40_000.0) == 15
 
 
 def test_evaluations_are_counted_by_rung_and_made_again_once() -> None:
-    story = Story()
+    story = TrialEvents()
     tell(story, 0.0, AttemptStarted, began_at=0.0)
     tell(story, 1.0, PlanMade, steps=45, evaluate_every=10)
     assert story.rungs == 5

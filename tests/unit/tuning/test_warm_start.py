@@ -10,14 +10,14 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from yunlu.tuning.study import Study
-from yunlu.tuning.study_dir import StudyAsked, StudyError
+from yunlu.tuning.study_dir import StudyRequest, StudyError
 from yunlu.tuning.values import Point, TrialState
 from yunlu.tuning.warm_start import read_past
 
 LR = "train.optimizer.lr"
 
 
-def asked_of(name: str, **search: Any) -> StudyAsked:
+def asked_of(name: str, **search: Any) -> StudyRequest:
     return Study(toy_job(**search), name=name).records.asked
 
 

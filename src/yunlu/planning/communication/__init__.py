@@ -1,1 +1,1 @@
-"""Which way to exchange gradients or weights: predicted from measured links, chosen with reasons. Pure."""
+"""Communication planning: predict and choose how workers exchange gradients or weights. Pure."""

@@ -1,4 +1,4 @@
-"""How fast asynchronous workers get on: tickets through servers, which hold nobody but the too far ahead. Pure.
+"""Forecast of asynchronous training: throughput of workers over parameter servers. Pure.
 
 Each worker takes a ticket, pulls the weights, computes, and pushes its gradient; nobody waits for another
 as long as the oldest ticket under way is not too old. All servers are on the first worker's host.

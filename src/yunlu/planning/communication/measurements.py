@@ -1,4 +1,4 @@
-"""What was measured between the workers of a job, and what is known of the work they share. Pure."""
+"""Measured links, codecs and compute that a communication choice depends on. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to exchange that reaches the same loss first, of those that keep what was asked for. Pure."""
+"""Choose the communication method that reaches a loss first, within the guarantee. Pure."""
 
 from __future__ import annotations
 

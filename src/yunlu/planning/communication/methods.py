@@ -1,4 +1,4 @@
-"""Every way to exchange: what it keeps of the loss, what it needs, and how many more steps it takes. Pure.
+"""Communication methods: guarantee, requirements and extra steps of each. Pure.
 
 ``steps_factor`` is how many steps reach the loss that dense synchronous training reaches in one. It
 decides between a fast step and a good one. The figures are starting guesses: ``source`` says where the

@@ -1,4 +1,4 @@
-"""Who sends how much to whom, round by round, in each way of adding up. Pure.
+"""Message rounds of each all-reduce algorithm: who sends how many bytes to whom. Pure.
 
 Told as messages and not as formulas, so that the same few lines give the time with any number of
 workers, with slow and uneven links, and with several workers on a host. Rounds and their counts are

@@ -1,4 +1,4 @@
-"""What a step takes with one way to exchange, what of it hides behind computing, and what it is worth. Pure."""
+"""Forecast of a step under one communication method: exposed and overlapped time. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a synchronous step had better not wait for: the others do its share of the samples. Pure.
+"""Choose stragglers to exclude; the remaining workers take over their samples. Pure.
 
 Which samples a step holds does not depend on who computes them, so this keeps every guarantee.
 """

@@ -1,4 +1,4 @@
-"""When to change the way of exchanging during training, and how to notice that a link has changed. Pure."""
+"""Switch the communication method during training when links change. Pure."""
 
 from __future__ import annotations
 

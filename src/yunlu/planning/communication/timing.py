@@ -1,4 +1,4 @@
-"""How long an exchange takes over measured links: latency, bandwidth, and what hosts can carry. Pure.
+"""Time of message rounds over measured links: latency, bandwidth, host limits. Pure.
 
 The model of Hockney (1994), a latency and a rate for each message, with two limits more: what leaves a
 host in a round shares its upload, and what enters it shares its download.

@@ -1,4 +1,4 @@
-"""What a step takes each worker, from what is known of each: steps it made, or a short burst of work. Pure."""
+"""Step time of each worker, from its steps so far or a short benchmark. Pure."""
 
 from __future__ import annotations
 

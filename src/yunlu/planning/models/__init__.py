@@ -1,1 +1,1 @@
-"""Models as shapes: what is known, described by a configuration, or was measured. Pure."""
+"""Model shapes: known models, Hugging Face configurations, measured models. Pure."""

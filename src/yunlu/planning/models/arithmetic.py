@@ -1,4 +1,4 @@
-"""Weights and floating-point operations that follow from a model's shape. Pure.
+"""Parameter counts and FLOPs of a model shape. Pure.
 
 Training multiplies each token with every matrix it meets three times: forward, for the gradient of
 the input and for the gradient of the weight, two operations an entry each time, hence 6 (Kaplan et

@@ -1,4 +1,4 @@
-"""The shape of a model from its Hugging Face ``config.json``. Pure."""
+"""Model shape from a Hugging Face ``config.json``. Pure."""
 
 from __future__ import annotations
 

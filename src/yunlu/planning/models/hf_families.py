@@ -1,4 +1,4 @@
-"""What a Hugging Face ``model_type`` says that its configuration does not: norms, biases, defaults.
+"""Defaults of Hugging Face model families: norms, biases, sizes that configurations omit.
 
 Facts about the architectures, as their papers and the modules of transformers have them.
 """

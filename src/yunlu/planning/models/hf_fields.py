@@ -1,4 +1,4 @@
-"""Reading the fields of a Hugging Face configuration, whatever each family calls them."""
+"""Fields of a Hugging Face configuration under the names of each family."""
 
 from __future__ import annotations
 

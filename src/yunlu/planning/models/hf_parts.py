@@ -1,4 +1,4 @@
-"""Parts of a block, as a Hugging Face configuration describes them: attention, MLP, experts, mixers."""
+"""Parts of a Hugging Face block: attention, MLP, experts, mixers."""
 
 from __future__ import annotations
 

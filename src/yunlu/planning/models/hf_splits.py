@@ -1,4 +1,4 @@
-"""Which Hugging Face models our engine cuts (``tp``) and parts (``pp``), by ``model_type``. Pure.
+"""Hugging Face models that support tensor and pipeline parallelism, by ``model_type``. Pure.
 
 Facts about the modules of transformers and about ``training.parallel``, which looks at a model itself
 before it trains; a test holds the two together.

@@ -1,4 +1,4 @@
-"""Shapes of well-known public models, by the names people give them: no download needed. Pure."""
+"""Shapes of well-known public models by name, without a download. Pure."""
 
 from __future__ import annotations
 

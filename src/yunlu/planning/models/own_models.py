@@ -1,4 +1,4 @@
-"""Shapes of the transformers that Yunlu builds itself, from their arguments. Pure."""
+"""Shapes of the built-in transformers, from their arguments. Pure."""
 
 from __future__ import annotations
 

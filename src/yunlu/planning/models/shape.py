@@ -1,4 +1,4 @@
-"""The shape of a model: what its memory, its arithmetic and its messages follow from. Pure."""
+"""Model shape: what memory, FLOPs and communication volume follow from. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Memory and time of a training step, predicted for many layouts at once, with an error bar. Pure."""
+"""Prediction of memory and step time for many layouts at once, with intervals. Pure."""

@@ -1,4 +1,4 @@
-"""How tables write software, precision, sharding, recomputation and networks. Pure."""
+"""Aliases of software, precision, sharding, recomputation and networks in tables. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long messages between devices take: latency and bandwidth, in a node and between nodes. Pure.
+"""Cost of collectives between devices: latency and bandwidth, within and between nodes. Pure.
 
 Ring algorithms (Thakur, Rabenseifner and Gropp 2005; NCCL): an all-reduce among n sends
 2 (n - 1) / n of the message through each device, an all-gather or reduce-scatter half of that. A

@@ -1,4 +1,4 @@
-"""The constants of the step-time model: shared ones, and how each stack departs from them. Pure."""
+"""Constants of the step-time model: shared ones, and deviations by stack. Pure."""
 
 from __future__ import annotations
 

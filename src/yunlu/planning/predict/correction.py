@@ -1,4 +1,4 @@
-"""What is left after the formulas, learnt from measurements: boosted trees, evaluated in NumPy. Pure.
+"""Learned correction of the step-time model: boosted trees on its residuals. Pure.
 
 For stacks of which enough rows were measured. It is for the best few thousand points of a search, not
 for all: it costs more than the formulas themselves.

@@ -1,4 +1,4 @@
-"""The model of a row of measurements: from its columns, else from its name. Pure."""
+"""Model shape of a row of measurements: from its columns, else from its name. Pure."""
 
 from __future__ import annotations
 

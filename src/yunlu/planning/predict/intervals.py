@@ -1,4 +1,4 @@
-"""How sure a predicted figure is: where 8 of 10 measurements lie about it. Pure.
+"""Prediction intervals: 10 % and 90 % quantiles by stack. Pure.
 
 Factors are quantiles of log errors on rows whose model (and, for unknown stacks, whose whole source)
 no constant had seen: split conformal prediction (Vovk et al. 2005; Lei et al. 2018), by stack, drawn

@@ -1,4 +1,4 @@
-"""Step time on the machine at hand, from what its operators are and what a probe measured. Pure.
+"""Step time on this machine, from operator counts and the machine profile. Pure.
 
 Models that a processor trains are small: calls cost as much as arithmetic, products are far below the
 peak and most of the rest is memory. So time is the sum over operators, each of its kind and size, rather

@@ -1,4 +1,4 @@
-"""Peak memory of a device, by what takes it: straight arithmetic on columns. Pure.
+"""Peak memory of a device, by component, for many layouts at once. Pure.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), states Rajbhandari et al. 2020 (ZeRO,
 arXiv 1910.02054); what these leave open is fitted. docs/planner-model.md has the formulas.

@@ -1,4 +1,4 @@
-"""What a stack's software decides about memory: constants by stack, and habits learned from its runs."""
+"""Constants of the memory model by stack."""
 
 from __future__ import annotations
 

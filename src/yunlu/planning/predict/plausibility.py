@@ -1,4 +1,4 @@
-"""Whether the figures of a row of measurements can be true. Pure."""
+"""Plausibility checks of measured rows. Pure."""
 
 from __future__ import annotations
 

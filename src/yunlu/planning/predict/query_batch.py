@@ -1,4 +1,4 @@
-"""Many questions at once: what would this model take, so split, on this hardware?"""
+"""Query batch: many (model, layout, hardware) combinations as columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of published measurements (or of a user's own table) as points to predict. Pure."""
+"""Rows of published or own measurements as queries to predict. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a training step takes, part by part, for many points at once. Pure.
+"""Step time by component, for many queries at once. Pure.
 
 The formulas and where they come from: docs/planner-model.md.
 """

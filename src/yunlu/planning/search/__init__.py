@@ -1,1 +1,1 @@
-"""From hardware that could be had and layouts that fit to a few options, with reasons. Pure."""
+"""Search: from offers and layouts that fit to a few ranked options, with reasons. Pure."""

@@ -1,4 +1,4 @@
-"""From the order of the machines to the finished model: how long, and how surely. Pure."""
+"""Total duration from ordering the machines to the finished model, with its interval. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options in words: where memory and time go, and why one won or lost. Pure."""
+"""Explanation of an option: shares of memory and time, and why it won or lost. Pure."""
 
 from __future__ import annotations
 

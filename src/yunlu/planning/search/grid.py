@@ -1,4 +1,4 @@
-"""Every way to split a step over so many devices, as columns. Pure."""
+"""Enumeration of all layouts over a number of devices, as columns. Pure."""
 
 from __future__ import annotations
 

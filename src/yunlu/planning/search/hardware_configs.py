@@ -1,4 +1,4 @@
-"""Offers by the hardware behind them: what is the same is predicted once. Pure."""
+"""Hardware configs: offers grouped by identical hardware, so that each is predicted once. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between what factors of the expected figures the true ones will lie, four times in five. Pure."""
+"""Interval factors: 10 % and 90 % quantiles relative to the expected value. Pure."""
 
 from __future__ import annotations
 

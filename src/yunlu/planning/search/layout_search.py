@@ -1,4 +1,4 @@
-"""The fastest layout that fits, for each kind of hardware and each number of nodes. Pure.
+"""Layout search: the fastest layout that fits, by hardware config and number of nodes. Pure.
 
 Exhaustive: every layout, micro-batch, recomputation and precision of every hardware config is predicted, in NumPy
 columns. On given hardware the fastest is also the cheapest, so one layout of each is enough.

@@ -1,4 +1,4 @@
-"""Budget and deadline: who meets them, and what to say where nobody does. Pure."""
+"""Budget and deadline limits, and the error text when no option meets them. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One option changed by hand: what may be said, and the question that follows from it. Pure."""
+"""Changes of an option by hand: validated, and turned into a new query. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What could be done: hardware with a layout each, and what it would take. Values only."""
+"""Plan options: hardware, layout and their predicted memory, time and cost. Values only."""
 
 from __future__ import annotations
 

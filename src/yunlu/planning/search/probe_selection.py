@@ -1,4 +1,4 @@
-"""Which layout to try next: what short runs of some tell about the others. Pure.
+"""Probe selection: which layout to measure next, by a Gaussian process over errors. Pure.
 
 Each candidate has a predicted speed and a chance to run at all. A probe that is faster or slower than
 predicted says the same of layouts like it (a Gaussian process over the log errors, Rasmussen and

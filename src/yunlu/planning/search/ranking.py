@@ -1,4 +1,4 @@
-"""From layouts that fit to options: priced, held against budget and deadline, ranked. Pure."""
+"""Ranking: price the layouts that fit, apply budget and deadline, order the options. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why an option won or lost, in a line. Pure."""
+"""One-line reasons why an option won or lost. Pure."""
 
 from __future__ import annotations
 

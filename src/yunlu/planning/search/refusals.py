@@ -1,4 +1,4 @@
-"""Why there is no option, and what to change. Pure."""
+"""Errors when there is no option: the cause and what to change. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs that a cloud may take its machines back. Pure.
+"""Expected loss of time to spot interruptions. Pure.
 
 The rates are assumptions, not measurements: clouds publish none by the hour. Those of the large clouds
 are of the order of the monthly and daily shares that they tell; where capacity is resold, more.

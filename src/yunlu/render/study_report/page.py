@@ -35,7 +35,7 @@ from yunlu.render.study_report.commands import model_path, report_link, run_path
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log
 from yunlu.tuning.facts import rank_trials, wall_s
-from yunlu.tuning.importance import FEWEST, expect_finals, rank, weigh
+from yunlu.tuning.importance import FEWEST, expect_finals, rank_trials_by_value, compute_importance
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 
@@ -95,8 +95,8 @@ def render_page(
     """
     location = beside or view.path / "report.html"
     judged = [facts.trial for facts in view.trials if facts.state is not TrialState.FAILED]
-    ranks = TrialRanks(view=view, ranks=rank(expect_finals(judged)))
-    importance = weigh(view)
+    ranks = TrialRanks(view=view, ranks=rank_trials_by_value(expect_finals(judged)))
+    importance = compute_importance(view)
     ordered = rank_trials(view.trials, best=view.best) if ranks.ranks else list(view.trials)
     curves = curves_figure(ranks)
     return render_html(

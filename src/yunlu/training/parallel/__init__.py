@@ -1,1 +1,1 @@
-"""One model over many workers: who holds what, and how their results become one."""
+"""Model and data parallelism: one model over many workers."""

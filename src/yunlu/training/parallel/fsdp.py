@@ -1,4 +1,4 @@
-"""Weights, gradients and optimiser state in shards: torch's FSDP2, made to add and never to average."""
+"""Sharded weights, gradients and optimiser state with torch's FSDP2; gradients are summed, not averaged."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, blocks: Sequence[nn.Module]) -> None:
-    """Split every weight over the mesh, along its first dimension; each block is gathered by itself.
+    """Shard every weight over the mesh, along its first dimension; each block is gathered separately.
 
-    After tensor parallelism, where there is any. What belongs to no block is gathered with the model.
-    Gradients are summed over the members.
+    Applied after tensor parallelism. Weights outside blocks are gathered with the model.
+    Gradients are summed over the workers.
 
     Args:
-        model: Whose weights become DTensors, in place.
-        mesh: Of one axis, or of two: replicas of the shards, then shards.
+        model: Its weights become DTensors, in place.
+        mesh: One axis, or two: replicas, then shards.
         blocks: See ``find_blocks``.
     """
     for weight in model.parameters():
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
-    for block in reversed(_whole_blocks(model, blocks)):
+    for block in reversed(_separate_blocks(model, blocks)):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # Else torch asks for a scaled sum, which only NCCL has.
+        # Otherwise torch uses a scaled sum, which only NCCL supports.
         module.set_force_sum_reduction_for_comms(True)
-        # A weight that some members did not use: they send zeros, instead of a shorter message.
+        # Workers that did not use a weight send zeros instead of a shorter message.
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: of the longest list of modules of one class, and its like elsewhere."""
+    """The repeated layers: the longest list of modules of one class, and other lists of that class."""
     longest = max(_lists(model), key=len, default=[])
     return list(
         dict.fromkeys(
@@ -57,27 +57,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def set_sync(model: nn.Module, *, last: bool) -> None:
-    """Before each backward pass of a step: gradients are exchanged in the last one only."""
+    """Before each backward pass: gradients are reduced in the last one only."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
 
 
 def reshard(model: nn.Module) -> None:
-    """Forget weights that were gathered; nothing happens to a model that is not sharded."""
+    """Free gathered weights; no effect on a model that is not sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def why_not_shard(model: nn.Module, ways: int) -> str | None:
-    """What keeps the model from being sharded, in words; none where nothing does."""
+    """Why the model cannot be sharded; None if it can."""
     if ways == 1:
         return None
     for name, weight in model.named_parameters():
         if weight.ndim == 0:
             return f"{name} is a single number without a dimension to split"
-    blocks = _whole_blocks(model, find_blocks(model))
+    blocks = _separate_blocks(model, find_blocks(model))
     inside = {id(weight) for block in blocks for weight in block.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
     for weights in (*(list(block.parameters()) for block in blocks), rest):
@@ -88,10 +88,10 @@ def why_not_shard(model: nn.Module, ways: int) -> str | None:
 
 
 class UsedWeights:
-    """Tells weights that nobody used from those with a gradient of zero, which FSDP2 does not.
+    """Distinguishes unused weights from those with a zero gradient, which FSDP2 does not.
 
-    An optimiser leaves a weight without a gradient alone, but decays one whose gradient is zero.
-    Made after ``shard``; every member calls ``settle`` after the last backward pass of each step.
+    An optimiser skips a weight without a gradient, but decays one whose gradient is zero. Made after
+    ``shard``; every worker calls ``clear_unused`` after the last backward pass of each step.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -100,15 +100,15 @@ class UsedWeights:
         self._is_used = [False] * len(self._weights)
         numbers = {id(weight): number for number, weight in enumerate(self._weights)}
         for module in _sharded_modules(model):
-            places = [
+            owners = [
                 (owner, name, numbers[id(weight)])
                 for owner, name, weight in _own_weights(module)
                 if id(weight) in numbers
             ]
-            self._watch(module, places)
+            self._add_hooks(module, owners)
 
-    def settle(self) -> None:
-        """Set the gradients to none that are zero because no member had one."""
+    def clear_unused(self) -> None:
+        """Set gradients to None that no worker computed."""
         if not self._weights:
             return
         flags = torch.tensor(self._is_used, dtype=torch.float32, device=self._weights[0].device)
@@ -118,43 +118,43 @@ class UsedWeights:
             if not users:
                 self._weights[number].grad = None
 
-    def _watch(self, module: nn.Module, places: list[tuple[nn.Module, str, int]]) -> None:
+    def _add_hooks(self, module: nn.Module, owners: list[tuple[nn.Module, str, int]]) -> None:
         def find_gathered(*_: Any) -> None:
             # Gathered weights exist from the first forward pass on, and stay the same objects.
             handle.remove()
-            for owner, name, number in places:
+            for owner, name, number in owners:
                 weight: Tensor = getattr(owner, name)
-                weight.register_post_accumulate_grad_hook(partial(self._note, number))
+                weight.register_post_accumulate_grad_hook(partial(self._mark_used, number))
 
         handle = module.register_forward_pre_hook(find_gathered)
 
-    def _note(self, number: int, _weight: Tensor) -> None:
+    def _mark_used(self, number: int, _weight: Tensor) -> None:
         self._is_used[number] = True
 
 
 def _lists(model: nn.Module) -> list[list[nn.Module]]:
-    """Of every container the members with weights, where they are several and of one class."""
-    found: list[list[nn.Module]] = []
+    """Lists of layers with weights, of one class, in each container."""
+    lists: list[list[nn.Module]] = []
     for container in model.modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         layers = [layer for layer in container if any(True for _ in layer.parameters())]
         if len(layers) > 1 and len({type(layer) for layer in layers}) == 1:
-            found.append(layers)
-    return found
+            lists.append(layers)
+    return lists
 
 
-def _whole_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that share no weight with the rest: FSDP2 would make two of a weight in two blocks."""
+def _separate_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Blocks that share no weight with the rest: FSDP2 would duplicate a shared weight."""
     uses = Counter(id(weight) for _, _, weight in _all_weights(model))
-    whole: list[nn.Module] = []
-    wanted = {id(block) for block in blocks if block is not model}
+    separate: list[nn.Module] = []
+    block_ids = {id(block) for block in blocks if block is not model}
     for module in model.modules():
-        if id(module) in wanted:
+        if id(module) in block_ids:
             inside = Counter(id(weight) for _, _, weight in _all_weights(module))
             if inside and all(uses[weight] == count for weight, count in inside.items()):
-                whole.append(module)
-    return whole
+                separate.append(module)
+    return separate
 
 
 def _all_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -164,7 +164,7 @@ def _all_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _own_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Those gathered with this module, not with one inside it."""
+    """Weights gathered with this module, not with an inner one."""
     for name, weight in module.named_parameters(recurse=False):
         yield module, name, weight
     for child in module.children():

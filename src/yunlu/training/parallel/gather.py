@@ -1,4 +1,4 @@
-"""A model that is cut up, put together again on one worker: to be exported."""
+"""Gathering of a partitioned model on one worker, for export."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from yunlu.training.engine import Engine
 
 
-def gather_model(engine: Engine, pattern: nn.Module) -> nn.Module | None:
-    """The whole model on the leader, none on the others; everyone calls this."""
+def gather_model(engine: Engine, template: nn.Module) -> nn.Module | None:
+    """The full model on the leader, None on the others; all workers call this."""
     held = join_groups({"model": engine.state.model})
     if not engine.world.is_leader:
         redistribute(held, [])
         return None
-    model = blank_like(pattern)
+    model = blank_like(template)
     aliases = engine.state.aliases
     redistribute(held, join_groups({"model": weights_of([model], aliases=aliases)}))
     return model

@@ -1,8 +1,7 @@
-"""Gradients of replicas added up while the backward pass still runs (Li et al. 2020, section 3.2).
+"""All-reduce of gradients overlapped with the backward pass (Li et al. 2020, section 3.2).
 
-torch's DistributedDataParallel wraps a module, averages, and ends with its process group. This works on
-a list of weights, whatever module they belong to and however they are split, adds, and is made anew in
-milliseconds when the group is.
+torch's DistributedDataParallel wraps a module, averages, and is bound to its process group. This works
+on a list of weights of any modules, sharded or not, sums, and is rebuilt in milliseconds for a new group.
 """
 
 from __future__ import annotations
@@ -28,49 +27,49 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The place of one weight's gradient in a bucket."""
+    """Position of one weight's gradient in a bucket."""
 
     weight: nn.Parameter
     start: int
     view: Tensor = field(init=False)
     grad: Tensor = field(init=False)
-    """What the weight gets as its gradient: the view, or the split tensor around it."""
+    """The weight's gradient: the view, or the distributed tensor around it."""
     is_seen: bool = False
     is_used: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Gradients that travel together."""
+    """Gradients that are reduced together."""
 
     flat: Tensor
     slots: list[_Slot]
     gaps: list[Tensor]
-    """What no gradient fills."""
+    """Padding between gradients."""
     missing: int = 0
     pending: PendingAllReduce | None = None
     positions: Tensor | None = None
-    """Those of ``flat`` that are looked at."""
+    """Sampled positions of ``flat``."""
     factors: Tensor | None = None
-    """What a square at each of them counts."""
+    """Weight of the square at each of them."""
 
 
 class GradientAllReduce:
-    """Adds up the gradients of some weights over a group.
+    """Sums the gradients of some weights over a group.
 
     In each step: ``arm()`` before the last backward pass, ``finish()`` after it. Backward passes before
-    ``arm()`` only accumulate. In between, a bucket is sent as soon as its gradients are there, always in
-    the same order. Every member calls ``finish()``, even after no backward pass. Between steps gradients are
-    set to none, and nothing else has to happen. After an error in between, ``close()`` and make another.
+    ``arm()`` only accumulate. In between, a bucket is sent as soon as its gradients are complete, always in
+    the same order. Every worker calls ``finish()``, even without a backward pass. Between steps gradients
+    are set to None. After an error, ``close()`` it and make a new one.
 
-    A gradient is autograd's own tensor until then, as without replicas. It is copied into its bucket once
-    and freed; from there on the weight's gradient is a view of the bucket, until it is set to none.
+    Until then a gradient is autograd's own tensor. It is copied into its bucket once and freed; from there
+    on the weight's gradient is a view of the bucket, until it is set to None.
 
     Args:
-        weights: In the order in which the model uses them, the same on every member.
+        weights: In the order of use by the model, the same on every worker.
         summation: How to add, and over whom.
-        bucket_bytes: Gradients sent at a time; larger ones go alone.
-        holders: By a weight's ``id``, how many members of other groups hold the same part of it.
+        bucket_bytes: Bytes reduced at a time; larger gradients have a bucket of their own.
+        holders: Number of workers of other groups with the same shard, by the weight's ``id``.
     """
 
     def __init__(
@@ -86,34 +85,34 @@ class GradientAllReduce:
         self._buckets, self._flags = _make_buckets(weights, bucket_bytes)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         if not allreducer.is_exact:
-            self._flags = torch.zeros(len(self._slots))  # to be counted, not estimated
+            self._flags = torch.zeros(len(self._slots))  # counts must be exact
         self._next = 0
         self._begun_at: float | None = None
         self.exchange_s = 0.0
-        """From the first gradients sent to the last that came, in the last step."""
+        """Seconds from the first send to the last receive, in the last step."""
         self._is_armed = False
         self.is_watched = False
-        """Whether to look at the gradients of the step to come: see ``squares``."""
-        self._ours: list[Tensor] = []
-        self._summed: list[Tensor] = []
+        """Whether to measure the gradients of the next step: see ``squares``."""
+        self._local_squares: list[Tensor] = []
+        self._sum_squares: list[Tensor] = []
         self._hooks = [
-            slot.weight.register_post_accumulate_grad_hook(partial(self._note, bucket, slot))
+            slot.weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket, slot))
             for bucket in self._buckets
             for slot in bucket.slots
         ]
 
     def arm(self) -> None:
-        """Send each gradient as soon as the backward pass that follows, the step's last, has it."""
+        """Start sending gradients as soon as they are complete; before the step's last backward pass."""
         for slot in self._slots:
             slot.is_seen = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
-        self._ours, self._summed = [], []
+        self._local_squares, self._sum_squares = [], []
         self._is_armed = True
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leave the sum over all members in each weight's gradient; none where nobody had one."""
+        """Leave the sum over the group in each weight's gradient; None if no worker had one."""
         self._is_armed = False
         while self._next < len(self._buckets):
             self._start_next()
@@ -131,7 +130,7 @@ class GradientAllReduce:
             self.exchange_s = perf_counter() - self._begun_at
         self._begun_at = None
         if self.is_watched:
-            self._summed = [self._square(bucket) for bucket in self._buckets]
+            self._sum_squares = [self._square(bucket) for bucket in self._buckets]
         if all(slot.is_used for slot in self._slots):
             return
         for slot, users in zip(self._slots, self._flags.tolist(), strict=True):
@@ -140,16 +139,16 @@ class GradientAllReduce:
 
     @property
     def is_exact(self) -> bool:
-        """Whether sums are what they say."""
+        """Whether sums are exact."""
         return self._allreducer.is_exact
 
     def squares(self) -> tuple[Tensor, Tensor]:
-        """The squares of our gradient and of the sum, by some of their numbers; zeros if not watched."""
+        """Sampled squares of the local gradient and of the sum; zeros if not watched."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._flags.device)
-        return sum(self._ours, nothing), sum(self._summed, nothing)
+        return sum(self._local_squares, nothing), sum(self._sum_squares, nothing)
 
     def close(self) -> None:
-        """Let go of the weights; gradients that they have become their own. Also after an error."""
+        """Remove the hooks; gradients become independent of the buckets. Also after an error."""
         for hook in self._hooks:
             hook.remove()
         for slot in self._slots:
@@ -159,7 +158,7 @@ class GradientAllReduce:
         self._slots.clear()
         self._buckets.clear()
 
-    def _note(self, bucket: _Bucket, slot: _Slot, _weight: Tensor) -> None:
+    def _gradient_ready(self, bucket: _Bucket, slot: _Slot, _weight: Tensor) -> None:
         if not self._is_armed:
             return
         if slot.is_seen:
@@ -167,10 +166,10 @@ class GradientAllReduce:
                 "a gradient changed after arm(), which comes before the last backward"
             )
         slot.is_seen = True
-        _take(slot)  # at once, while it is in the cache
+        _copy_to_bucket(slot)  # immediately, while it is in the cache
         bucket.missing -= 1
         if bucket.missing == 0:
-            # In one order for all members, whichever of their gradients came first.
+            # In the same order on all workers, whichever gradients are ready first.
             while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
                 self._start_next()
 
@@ -181,15 +180,15 @@ class GradientAllReduce:
             self._begun_at = perf_counter()
         if not self._is_armed:
             for slot in bucket.slots:
-                _take(slot)
+                _copy_to_bucket(slot)
         if not self._allreducer.is_exact:
-            # Sums that are estimates leave something there too, which would come back in the next.
+            # Inexact sums leave residues there, which would enter the next sum.
             for gap in bucket.gaps:
                 gap.zero_()
         if self._next == len(self._buckets):
             self._set_flags()
         if self.is_watched:
-            self._ours.append(self._square(bucket))
+            self._local_squares.append(self._square(bucket))
         bucket.pending = self._allreducer.begin(bucket.flat, key=self._next - 1)
 
     @torch.no_grad()
@@ -207,8 +206,8 @@ class GradientAllReduce:
             self._flags.copy_(torch.tensor(used, dtype=self._flags.dtype))
 
 
-def _take(slot: _Slot) -> None:
-    """Move a weight's gradient into its bucket: zeros where it has none."""
+def _copy_to_bucket(slot: _Slot) -> None:
+    """Move a weight's gradient into its bucket; zeros if it has none."""
     share = slot.weight.grad
     slot.is_used = share is not None
     if share is None:
@@ -221,7 +220,7 @@ def _take(slot: _Slot) -> None:
 def _make_buckets(
     weights: Sequence[nn.Parameter], bucket_bytes: int
 ) -> tuple[list[_Bucket], Tensor]:
-    """The buckets in the order of sending, and room in the last one to tell who got a gradient."""
+    """The buckets in sending order, and flags in the last one for weights with a gradient."""
     groups = split_buckets(weights, bucket_bytes, local=_local)
     buckets: list[_Bucket] = []
     flags = torch.zeros(0)
@@ -232,7 +231,7 @@ def _make_buckets(
         first = _local(group[0])
         flat = torch.zeros(end + extra, dtype=first.dtype, device=first.device)
         for slot in slots:
-            slot.view, slot.grad = _place(slot.weight, flat, slot.start)
+            slot.view, slot.grad = _views(slot.weight, flat, slot.start)
         if extra:
             flags = flat[end:]
         ends = [*starts[1:], len(flat)]
@@ -247,7 +246,7 @@ def _make_buckets(
 def _choose_positions(
     bucket: _Bucket, total: int, holders: Mapping[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Where to look, and what each number there stands for: the others like it."""
+    """Sampled positions, and the number of elements that each stands for."""
     generator = torch.Generator().manual_seed(total)
     positions: list[Tensor] = []
     factors: list[Tensor] = []
@@ -255,27 +254,27 @@ def _choose_positions(
         size = slot.view.numel()
         chosen = choose_positions(size, total, generator)
         positions.append(slot.start + chosen)
-        each = size / max(len(chosen), 1) / holders.get(id(slot.weight), 1)
-        factors.append(torch.full((len(chosen),), each, dtype=torch.float64))
+        factor = size / max(len(chosen), 1) / holders.get(id(slot.weight), 1)
+        factors.append(torch.full((len(chosen),), factor, dtype=torch.float64))
     device = bucket.flat.device
     return torch.cat(positions).to(device), torch.cat(factors).to(device)
 
 
-def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _views(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tensor]:
     local = _local(weight)
     reach = sum(
         (size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)
     )
     if local.numel() and reach + 1 == local.numel():
-        # Laid out as the weight: fused optimisers walk through both in the order of memory.
+        # Same strides as the weight: fused optimisers traverse both in memory order.
         view = flat.as_strided(local.shape, local.stride(), start)
     else:
         view = flat[start : start + local.numel()].view(local.shape)
     if not is_distributed(weight):
         return view, view
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - see is_spread
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - see is_distributed
 
-    whole = DTensor.from_local(
+    distributed = DTensor.from_local(
         view,
         weight.device_mesh,
         weight.placements,
@@ -283,7 +282,7 @@ def _place(weight: nn.Parameter, flat: Tensor, start: int) -> tuple[Tensor, Tens
         shape=weight.shape,
         stride=weight.stride(),
     )
-    return view, whole
+    return view, distributed
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -295,6 +294,6 @@ def _local_share(share: Tensor, weight: Tensor) -> Tensor:
         return share
     assert is_distributed(weight)
     if share.placements != weight.placements:
-        # Autograd may leave a sum over the tensor-parallel workers still to do.
+        # Autograd may leave a pending sum over the tensor-parallel workers.
         share = share.redistribute(placements=weight.placements)
     return share.to_local()

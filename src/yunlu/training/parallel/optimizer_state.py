@@ -1,4 +1,4 @@
-"""What an optimiser remembers, as boxes named after the weights: it fits any layout."""
+"""Optimiser state as shards named after the weights, independent of the layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.tensor_slices import ShardReader
 
 _KINDS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Plain numbers are kept as scalars whose name ends in ``:<type>``: JSON is written by one worker only,
-which does not have the weights of the others."""
+"""Plain numbers are stored as scalars whose name ends in ``:<type>``: JSON is written by one worker
+only, which does not hold the weights of the others."""
 _NAMES = {kind.__name__: kind for kind in _KINDS}
-_OWN = ("params", "param_names")
+_PARAMETER_KEYS = ("params", "param_names")
 
 
 def parameter_shards(
@@ -39,12 +39,12 @@ def parameter_shards(
     *,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[int, TensorShard]:
-    """By ``id`` of each leaf, the weight whose local part it is.
+    """Shards of the weights, by ``id`` of each leaf.
 
     Args:
-        parts: The modules that hold the weights, with whole-model names.
-        weights: As the modules have them.
-        leaves: What the optimiser changes: the same, or plain tensors over their memory.
+        parts: The modules that hold the weights, with names of the full model.
+        weights: The modules' weights.
+        leaves: Tensors that the optimiser updates: the weights, or plain tensors over their memory.
         aliases: See ``weights_of``.
     """
     names: dict[int, str] = {}
@@ -60,30 +60,30 @@ def parameter_shards(
 def optimizer_shards(
     optimizer: Any, names: Mapping[int, TensorShard]
 ) -> tuple[dict[str, TensorShard], dict[str, Any]]:
-    """The state as pieces named ``<weight>/<key>``, and the hyper-parameters by weight as JSON.
+    """The state as shards named ``<weight>/<key>``, and the hyperparameters by weight as JSON.
 
     Args:
         optimizer: torch's, or one with the same ``state`` and ``param_groups``, over plain tensors.
-        names: By ``id`` of such a tensor, the weight whose piece it is.
+        names: Shard of the weight, by ``id`` of such a tensor.
     """
     shards: dict[str, TensorShard] = {}
-    for leaf, kept in optimizer.state.items():
+    for leaf, state in optimizer.state.items():
         weight = names[id(leaf)]
-        for key, value in kept.items():
-            shard = _state_piece(weight, key, value)
+        for key, value in state.items():
+            shard = _state_shard(weight, key, value)
             if shard is not None:
                 shards[shard.name] = shard
     return shards, {"groups": _describe_groups(optimizer, names)}
 
 
-def wanted_optimizer(
+def empty_optimizer_shards(
     optimizer: Any, names: Mapping[int, TensorShard], specs: Mapping[str, TensorSpec]
 ) -> dict[str, TensorShard]:
-    """New tensors for the state that exists elsewhere, of the sizes that this worker holds."""
+    """Uninitialised shards for the state in ``specs``, sized for this worker's weights."""
     by_weight: dict[str, list[str]] = {}
     for name in specs:
         by_weight.setdefault(name.rpartition("/")[0], []).append(name)
-    wanted: dict[str, TensorShard] = {}
+    targets: dict[str, TensorShard] = {}
     for group in optimizer.param_groups:
         for leaf in group["params"]:
             weight = names[id(leaf)]
@@ -91,8 +91,8 @@ def wanted_optimizer(
                 spec = specs[name]
                 region = weight.region if spec.shape == weight.shape else full_slice(spec.shape)
                 tensor = torch.empty(region.size, dtype=spec.dtype, device=_device(name, leaf, group))
-                wanted[name] = TensorShard(name, spec.shape, region, tensor)
-    return wanted
+                targets[name] = TensorShard(name, spec.shape, region, tensor)
+    return targets
 
 
 def install_optimizer(
@@ -101,7 +101,7 @@ def install_optimizer(
     filled: Mapping[str, TensorShard],
     packed: Mapping[str, Any],
 ) -> None:
-    """Continue with the state in these tensors."""
+    """Load the state in these shards."""
     by_weight: dict[str, dict[str, Any]] = {}
     for name, shard in filled.items():
         weight, _, key = name.rpartition("/")
@@ -112,14 +112,14 @@ def install_optimizer(
     groups: list[dict[str, Any]] = []
     position = 0
     for group in optimizer.param_groups:
-        places = range(position, position + len(group["params"]))
+        indices = range(position, position + len(group["params"]))
         position += len(group["params"])
         weights = [names[id(leaf)].name for leaf in group["params"]]
-        kept = {key: value for key, value in group.items() if key not in _OWN}
-        groups.append(kept | _find_group(packed, weights) | {"params": list(places)})
+        settings = {key: value for key, value in group.items() if key not in _PARAMETER_KEYS}
+        groups.append(settings | _find_group(packed, weights) | {"params": list(indices)})
         state |= {
-            place: by_weight[name]
-            for place, name in zip(places, weights, strict=True)
+            index: by_weight[name]
+            for index, name in zip(indices, weights, strict=True)
             if name in by_weight
         }
     try:
@@ -131,14 +131,14 @@ def install_optimizer(
 def fill_optimizer(
     optimizer: Any, names: Mapping[int, TensorShard], reader: ShardReader, packed: Mapping[str, Any]
 ) -> None:
-    """Continue with the state that a reader has, cut as this worker's weights are."""
-    wanted = wanted_optimizer(optimizer, names, reader.specs())
-    fill(wanted.values(), reader)
-    install_optimizer(optimizer, names, wanted, packed)
+    """Load the state from a reader, sharded as this worker's weights."""
+    targets = empty_optimizer_shards(optimizer, names, reader.specs())
+    fill(targets.values(), reader)
+    install_optimizer(optimizer, names, targets, packed)
 
 
-def _state_piece(weight: TensorShard, key: str, value: Any) -> TensorShard | None:
-    if value is None:  # as SGD before its first momentum
+def _state_shard(weight: TensorShard, key: str, value: Any) -> TensorShard | None:
+    if value is None:  # e.g. SGD before its first momentum
         return None
     name = f"{weight.name}/{key}"
     if not isinstance(value, Tensor):
@@ -152,10 +152,10 @@ def _state_piece(weight: TensorShard, key: str, value: Any) -> TensorShard | Non
     shape = tuple(value.shape)
     if shape == weight.region.size:
         return TensorShard(name, weight.shape, weight.region, value.detach())
-    # Blocks of an 8-bit state, or rows and columns of a factored one, are of this cut and no other.
+    # Blocks of an 8-bit state, or rows and columns of a factored one, are specific to this sharding.
     if value.numel() > 1 and weight.region != full_slice(weight.shape):
         raise CheckpointError(
-            f"The optimiser's {key} of {weight.name} is {list(shape)}, which cannot be cut as the weight "
+            f"The optimiser's {key} of {weight.name} is {list(shape)}, which cannot be sharded as the weight "
             f"is ({list(weight.region.size)} of {list(weight.shape)}).",
             hint="Use an optimiser with full states (adamw, momentum), or a layout with dp only.",
         )
@@ -163,41 +163,41 @@ def _state_piece(weight: TensorShard, key: str, value: Any) -> TensorShard | Non
 
 
 def _describe_groups(optimizer: Any, names: Mapping[int, TensorShard]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         numbers = {
             key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             for key, value in group.items()
-            if key not in _OWN
+            if key not in _PARAMETER_KEYS
         }
         weights = [names[id(leaf)].name for leaf in group["params"]]
-        found.append({"weights": weights, "values": numbers})
-    return found
+        described.append({"weights": weights, "values": numbers})
+    return described
 
 
 def _find_group(packed: Mapping[str, Any], weights: list[str]) -> dict[str, Any]:
-    """The values of the group that a weight of this one was in; else of any, where all agree."""
+    """The saved values of a group with one of these weights; else the values common to all groups."""
     groups: list[dict[str, Any]] = packed["groups"]
-    mine = set(weights)
+    weight_names = set(weights)
     for group in groups:
-        if not mine.isdisjoint(group["weights"]):
+        if not weight_names.isdisjoint(group["weights"]):
             values = group["values"]
             break
     else:
-        # Another stage's weights: what all groups have in common holds for these too.
+        # Weights of another stage: values common to all groups apply.
         values = {
             key: value
             for key, value in (groups[0]["values"] if groups else {}).items()
             if all(group["values"].get(key) == value for group in groups)
         }
-    # JSON knows no tuples; optimisers compare and unpack them.
+    # JSON has no tuples, which optimisers compare and unpack.
     return {
         key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
     }
 
 
 def _device(name: str, leaf: Tensor, group: Mapping[str, Any]) -> torch.device:
-    # As torch has it: the count of steps stays on the CPU but for kernels that run on the device.
+    # As in torch: the step count stays on the CPU unless the kernel runs on the device.
     is_step = name.rpartition("/")[2].partition(":")[0] == "step"
     on_device = not is_step or group.get("capturable") or group.get("fused")
     return leaf.device if on_device else torch.device("cpu")

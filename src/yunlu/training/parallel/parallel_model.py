@@ -1,4 +1,4 @@
-"""A model laid over the workers of a world: what this one holds of it, and how a step runs there."""
+"""A model distributed over the workers of a world: data, tensor and pipeline parallelism, sharding."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class ParallelModel:
-    """What one worker holds of a model, with the whole model's names.
+    """One worker's part of a model, with the parameter names of the full model.
 
-    A model that is only replicated is taken as it is; to cut it up changes it for good, so every
-    other layout needs a copy of its own (``blank_like``).
+    A replicated model is used unchanged; partitioning changes it for good, so other layouts need a
+    copy of their own (``blank_like``).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ParallelModel:
         self._stages: dict[int, nn.Module] = {0: model}
         self._shared: dict[str, list[int]] = {}
         if self._is_partitioned:
-            # Slow to import, and replicas need none of it: a node that joins them is there sooner.
+            # Slow to import, and not needed by replicas: a joining node starts sooner.
             from yunlu.training.parallel import parallelize  # noqa: PLC0415
 
             self._parallelize = parallelize
@@ -56,7 +56,7 @@ class ParallelModel:
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
         self.leaves = [_leaf(weight) for weight in self.weights]
-        self._cut_pairs = [
+        self._sharded_pairs = [
             (weight, leaf)
             for weight, leaf in zip(self.weights, self.leaves, strict=True)
             if weight is not leaf
@@ -65,8 +65,8 @@ class ParallelModel:
         self.optimized = self.leaves
         self._owned: OwnedWeights | None = None
         self._used: list[UsedWeights] = []
-        self._sums: dict[int, GradientAllReduce] = {}
-        """By stage: each has its own last backward pass."""
+        self._allreduces: dict[int, GradientAllReduce] = {}
+        """By stage: each stage has its own last backward pass."""
         self._pipeline: Pipeline | None = None
         self.is_watched = False
         self._samples = 0
@@ -74,7 +74,7 @@ class ParallelModel:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether a worker holds less than the whole model."""
+        """Whether each worker holds only a part of the model."""
         return self._is_partitioned
 
     @property
@@ -83,7 +83,7 @@ class ParallelModel:
         return self.parts[0] if self._pipeline is None else self._pipeline.view
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of a step."""
+        """Context of forward and backward of a step."""
         if not self.world.layout.vocabulary:
             return nullcontext()
         return self._parallelize.sharded_loss(self._whole)
@@ -98,8 +98,8 @@ class ParallelModel:
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses."""
         self._samples = sum(micro.samples for micro in micros)
-        for sums in self._sums.values():
-            sums.is_watched = self.is_watched
+        for allreduce in self._allreduces.values():
+            allreduce.is_watched = self.is_watched
         if self._pipeline is not None:
             for stage in self._stages.values():
                 self._set_sync(stage, last=False)
@@ -121,57 +121,57 @@ class ParallelModel:
         return total
 
     def finish(self) -> None:
-        """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
-        for sums in self._sums.values():
-            sums.finish()
+        """Wait for the gradient reduction over all replicas, and assign the gradients to the leaves."""
+        for allreduce in self._allreduces.values():
+            allreduce.finish()
         for used in self._used:
-            used.settle()
+            used.clear_unused()
         if self._pipeline is not None:
             self._pipeline.sum_shared_gradients()
-        for weight, leaf in self._cut_pairs:
+        for weight, leaf in self._sharded_pairs:
             gradient = weight.grad
             leaf.grad = None if gradient is None else local_of(gradient)
 
     def gradient_squares(self) -> tuple[Tensor, ...]:
-        """See ``Arranged``: where whole gradients of replicas are added up, and exactly."""
-        if not all(sums.is_exact for sums in self._sums.values()) or not self._sums:
+        """See ``WrappedModel``; only for exact reductions of unsharded gradients."""
+        if not all(allreduce.is_exact for allreduce in self._allreduces.values()) or not self._allreduces:
             return ()
         layout = self.world.layout
-        ours, summed = zip(*(sums.squares() for sums in self._sums.values()), strict=True)
+        local, summed = zip(*(allreduce.squares() for allreduce in self._allreduces.values()), strict=True)
         square, device = torch.stack(summed).sum() / layout.dp, summed[0].device
-        # Workers that cut one model between them took the same samples.
+        # Workers of one replica process the same samples.
         taken = self._samples**2 * layout.replicas / layout.world
-        return torch.stack(ours).sum(), square, torch.tensor(taken, device=device).double()
+        return torch.stack(local).sum(), square, torch.tensor(taken, device=device).double()
 
     @property
     def exchange_s(self) -> float:
-        """What adding up gradients took in the last step, hidden or not."""
-        return sum(sums.exchange_s for sums in self._sums.values())
+        """Seconds of the gradient reduction in the last step, overlapped or not."""
+        return sum(allreduce.exchange_s for allreduce in self._allreduces.values())
 
     def release_gathered(self) -> None:
-        """Before weights are replaced: keep none that were gathered from others.
+        """Drop gathered weights, before weights are replaced.
 
-        After an evaluation FSDP2 still has the outermost ones, and would use them again.
+        After an evaluation FSDP2 keeps the outermost ones gathered, and would reuse them.
         """
         if self.world.layout.fsdp > 1:
             for part in self.parts:
                 self._parallelize.reshard(part)
 
     def publish(self) -> None:
-        """After an update: bring what others updated here."""
+        """After an update: receive the weights that other workers updated."""
         if self._owned is not None:
             self._owned.publish()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, also of weights that the optimiser here does not know."""
+        """Clear all gradients, also of weights that other workers update."""
         for weight, leaf in zip(self.weights, self.leaves, strict=True):
             weight.grad = leaf.grad = None
 
     def close(self) -> None:
-        """Leave the weights without hooks."""
-        for sums in self._sums.values():
-            sums.close()
-        self._sums.clear()
+        """Remove the hooks from the weights."""
+        for allreduce in self._allreduces.values():
+            allreduce.close()
+        self._allreduces.clear()
         for part in self.parts:
             remove_sync(part)
 
@@ -184,7 +184,7 @@ class ParallelModel:
             allreducer = self._allreducer or TorchAllReducer(world.group("dp"), world.wait_for)
             pairs = zip(self.weights, self.copies, strict=True)
             holders = {id(weight): copies // layout.dp for weight, copies in pairs}
-            self._sums = {
+            self._allreduces = {
                 number: GradientAllReduce(
                     _trained([stage]),
                     allreducer,
@@ -211,41 +211,41 @@ class ParallelModel:
 
     def _before_last(self, stage: int) -> None:
         self._set_sync(self._stages[stage], last=True)
-        if stage in self._sums:
-            self._sums[stage].arm()
+        if stage in self._allreduces:
+            self._allreduces[stage].arm()
 
     def _set_sync(self, stage: nn.Module, *, last: bool) -> None:
         if self.world.layout.fsdp > 1:
             self._parallelize.set_sync(stage, last=last)
 
     def _count_copies(self) -> list[int]:
-        """How many workers hold the same as this one does of each weight."""
+        """Number of workers that hold the same shard of each weight."""
         layout = self.world.layout
         names = {
             id(weight): name for part in self.parts for name, weight in part.named_parameters()
         }
         counts: list[int] = []
         for weight in self.weights:
-            cut = _cut_axes(weight)
+            sharded = _sharded_axes(weight)
             count = layout.dp * len(self._shared.get(names[id(weight)], [0]))
-            count *= 1 if "fsdp" in cut else layout.fsdp
-            counts.append(count * (1 if "tp" in cut else layout.tp))
+            count *= 1 if "fsdp" in sharded else layout.fsdp
+            counts.append(count * (1 if "tp" in sharded else layout.tp))
         return counts
 
 
-def blank_like(pattern: nn.Module) -> nn.Module:
-    """A model of the same build, with weights of its own that hold anything."""
+def blank_like(template: nn.Module) -> nn.Module:
+    """A model of the same architecture, with uninitialised weights."""
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(
             torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad
         )
-        for weight in pattern.parameters()
+        for weight in template.parameters()
     }
-    return copy.deepcopy(pattern, memo)
+    return copy.deepcopy(template, memo)
 
 
-def pattern_of(model: nn.Module) -> nn.Module:
-    """The build of a model without its weights, to make others like it from."""
+def template_of(model: nn.Module) -> nn.Module:
+    """The architecture of a model without its weights (meta tensors), as a template for copies."""
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(
             torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad
@@ -256,20 +256,20 @@ def pattern_of(model: nn.Module) -> nn.Module:
 
 
 def _trained(parts: Sequence[nn.Module]) -> list[nn.Parameter]:
-    found: dict[int, nn.Parameter] = {}
+    trained: dict[int, nn.Parameter] = {}
     for part in parts:
-        found.update({id(weight): weight for weight in part.parameters() if weight.requires_grad})
-    return list(found.values())
+        trained.update({id(weight): weight for weight in part.parameters() if weight.requires_grad})
+    return list(trained.values())
 
 
 def _leaf(weight: nn.Parameter) -> Tensor:
-    """What the optimiser changes: the weight, or the part of it that lies here."""
+    """The tensor that the optimiser updates: the weight, or its local shard."""
     if not is_distributed(weight):
         return weight
     return weight.to_local().detach().requires_grad_()
 
 
-def _cut_axes(weight: Tensor) -> set[str]:
+def _sharded_axes(weight: Tensor) -> set[str]:
     if not is_distributed(weight):
         return set()
     names = weight.device_mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""A model cut up: by tensors, then into stages, then into shards; and what its pieces need."""
+"""Partitioning of a model: tensor parallelism, then pipeline stages, then FSDP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Pipeline", "UsedWeights", "parallelize", "reshard", "set_sync", "sha
 def parallelize(
     model: nn.Module, world: World
 ) -> tuple[dict[int, nn.Module], dict[str, list[int]]]:
-    """Change the model for good into what one worker holds of it.
+    """Reduce the model in place to this worker's part of it.
 
     Returns:
-        Its stages by number, and the names that several stages hold with the numbers of these.
+        Its stages by number, and the parameter names shared by several stages with their numbers.
     """
     layout = world.layout
     if layout.tp > 1:

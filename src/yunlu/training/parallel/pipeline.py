@@ -1,9 +1,9 @@
-"""The pipeline at work: this rank's stages, and what passes between them and the other ranks'.
+"""Pipeline execution: this rank's stages, and the messages to the stages of other ranks.
 
-Micro-batches may be of any number and shape, each different: a small header goes ahead of what a
-stage sends on. Gradients need none; whoever waits for one has sent the tensor it belongs to.
+Micro-batches may differ in number and shape: a small header precedes each activation. Gradients need no
+header: their receiver has sent the activation they belong to.
 
-After an error nothing is known of what the others have sent: a new world, and a new pipeline.
+After an error the state of the connections is unknown: build a new world and a new pipeline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HEADER, _HIDDEN, _GRADIENT, _SHARED = range(4)
 
 
 class Pipeline:
-    """Runs the stages of this rank in step with the others of its pipeline."""
+    """Runs the stages of this rank, in the order of the pipeline schedule."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class Pipeline:
         rank_in_pp: int,
         shared: Mapping[str, Sequence[int]],
     ) -> None:
-        """``shared`` names the weights that live on several stages (``shared_names``)."""
+        """``shared``: weights held by several stages (``shared_names``)."""
         self.stages = dict(sorted(stages.items()))
         self.layout, self.rank, self.ranks = layout, rank_in_pp, layout.pp
         self.view: nn.Module = _View(self)
         weights = [weight for stage in stages.values() for weight in stage.parameters()]
         self._device = weights[0].device if weights else torch.device("cpu")
-        self._wire = StageTransport(group, rank_in_pp, self._device)
+        self._transport = StageTransport(group, rank_in_pp, self._device)
         self._last = layout.stages - 1
         self._exit = _Exit(self.stages[self._last]) if self._last in self.stages else None
         self._shared = _shared_weights(self.stages, shared, self.ranks, rank_in_pp)
         self._is_matched = False
-        self._gradient_on_way: tuple[int, int] | None = None
+        self._pending_gradient: tuple[int, int] | None = None
 
     def accumulate(
         self,
@@ -77,61 +77,61 @@ class Pipeline:
 
         Args:
             micros: On the device of the stages; the same on every rank of this pipeline.
-            loss_of: The loss of a micro-batch, computed where the last stage is.
-            backward: Begins the backward of such a loss.
-            before_last: Called with a stage just before its last backward.
-            context: Around each forward of a stage: autocast.
+            loss_of: Loss of a micro-batch, computed on the rank of the last stage.
+            backward: Runs the backward pass of such a loss.
+            before_last: Called with a stage before its last backward pass.
+            context: Context of each forward pass: autocast.
         """
         total = torch.zeros((), device=self._device)
-        self._gradient_on_way = None
-        kept: dict[tuple[int, int], _Kept] = {}
+        self._pending_gradient = None
+        activations: dict[tuple[int, int], _Activation] = {}
         left = Counter(dict.fromkeys(self.stages, len(micros)))
         order = self._order(len(micros))
         try:
-            self._wire.listen(
-                [self._letter(*where) for kind, *where in order if kind == "forward" and where[0]]
+            self._transport.listen(
+                [self._message(*where) for kind, *where in order if kind == "forward" and where[0]]
             )
             for kind, stage, micro in order:
                 if kind == "forward":
                     with context():
-                        found = self._forward(stage, micro, micros[micro], loss_of)
-                    kept[stage, micro] = found
+                        activation = self._forward(stage, micro, micros[micro], loss_of)
+                    activations[stage, micro] = activation
                     if stage == self._last:
-                        total += found.made.detach()
+                        total += activation.output.detach()
                     continue
                 left[stage] -= 1
                 if before_last is not None and not left[stage]:
                     before_last(stage)
-                self._backward(stage, micro, kept.pop((stage, micro)), backward)
-            self._wire.settle()
+                self._backward(stage, micro, activations.pop((stage, micro)), backward)
+            self._transport.wait_sent()
         finally:
-            self._wire.forget()
+            self._transport.forget()
         return total
 
     def forward(self, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> Tensor:
-        """The scores that the last stage gives, on every rank; all call this with the same inputs."""
+        """The logits of the last stage, on every rank; all ranks call this with the same inputs."""
         scores: Tensor | None = None
         try:
-            self._wire.listen([self._letter(number, 0) for number in self.stages if number])
+            self._transport.listen([self._message(number, 0) for number in self.stages if number])
             with torch.no_grad():
                 for number, stage in self.stages.items():
-                    hidden = self._wire.take(self._letter(number, 0)) if number else None
-                    made = stage(inputs, hidden)
+                    hidden = self._transport.take(self._message(number, 0)) if number else None
+                    output = stage(inputs, hidden)
                     if number == self._last:
-                        scores = logits_of(made)
+                        scores = logits_of(output)
                     else:
-                        self._send(number + 1, 0, made)
-                found = self._wire.share(scores, source=self._last % self.ranks)
-            self._wire.settle()
+                        self._send(number + 1, 0, output)
+                logits = self._transport.share(scores, source=self._last % self.ranks)
+            self._transport.wait_sent()
         finally:
-            self._wire.forget()
-        return found
+            self._transport.forget()
+        return logits
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
-        """Give each weight that lives on several stages the sum of its gradients, everywhere.
+        """Sum the gradients of weights held by several stages, on all of them.
 
-        One that no stage used has no gradient afterwards: an optimiser would decay it otherwise.
+        A weight that no stage used gets no gradient: the optimiser would decay it otherwise.
         """
         try:
             for shared in self._shared:
@@ -147,7 +147,7 @@ class Pipeline:
                     torch.tensor([is_used], device=self._device), shared.peers, shared.flag_tag
                 )
                 parts = self._swap(mine, shared.peers, shared.tag)
-                # In one order on all, so that copies of a weight stay equal to the bit.
+                # In the same order on all ranks, so that copies of a weight stay bit-equal.
                 first, *others = (parts[rank].get() for rank in sorted(parts))
                 mine.copy_(first)
                 for part in others:
@@ -155,17 +155,17 @@ class Pipeline:
                 if not any(bool(flag.get()) for flag in flags.values()):
                     shared.weight.grad = None
             self._is_matched = True
-            self._wire.settle()
+            self._transport.wait_sent()
         finally:
-            self._wire.forget()
+            self._transport.forget()
 
     def _swap(self, mine: Tensor, peers: Sequence[int], tag: int) -> dict[int, PendingReceive]:
-        """What each of these ranks has of the same thing, ours among them; not waited for yet."""
-        kept = mine.clone()
+        """Exchange a tensor with these ranks; pending receives by rank, this rank included."""
+        outgoing = mine.clone()
         for peer in (self.rank, *peers):
-            self._wire.send(kept, peer, tag)
+            self._transport.send(outgoing, peer, tag)
         return {
-            peer: self._wire.expect(torch.empty_like(mine), peer, tag)
+            peer: self._transport.expect(torch.empty_like(mine), peer, tag)
             for peer in (self.rank, *peers)
         }
 
@@ -180,48 +180,48 @@ class Pipeline:
 
     def _forward(
         self, stage: int, micro: int, batch: Batch, loss_of: Callable[[nn.Module, Batch], Tensor]
-    ) -> _Kept:
-        given = self._wire.take(self._letter(stage, micro)) if stage else None
-        if given is not None and given.is_floating_point():
-            given.requires_grad_()
+    ) -> _Activation:
+        received = self._transport.take(self._message(stage, micro)) if stage else None
+        if received is not None and received.is_floating_point():
+            received.requires_grad_()
         if stage == self._last:
             assert self._exit is not None
-            return _Kept(given=given, made=loss_of(self._exit.at(batch, given), batch))
-        made = self.stages[stage](batch.inputs, given)
-        self._send(stage + 1, micro, made)
-        # Asked for before it can be sent, so that whoever sends a gradient never waits for us.
-        room = torch.empty_like(made, memory_format=torch.contiguous_format).detach()
+            return _Activation(received=received, output=loss_of(self._exit.at(batch, received), batch))
+        output = self.stages[stage](batch.inputs, received)
+        self._send(stage + 1, micro, output)
+        # Receive posted early, so that the sender of the gradient never waits for this rank.
+        buffer = torch.empty_like(output, memory_format=torch.contiguous_format).detach()
         peer, tag = self._peer(stage + 1), self._tag(_GRADIENT, stage + 1, micro)
-        return _Kept(given=given, made=made, wait=self._wire.expect(room, peer, tag))
+        return _Activation(received=received, output=output, wait=self._transport.expect(buffer, peer, tag))
 
     def _backward(
-        self, stage: int, micro: int, kept: _Kept, backward: Callable[[Tensor], None]
+        self, stage: int, micro: int, activation: _Activation, backward: Callable[[Tensor], None]
     ) -> None:
-        if kept.wait is None:
-            backward(kept.made)
+        if activation.wait is None:
+            backward(activation.output)
         else:
-            gradient = kept.wait.get()
+            gradient = activation.wait.get()
             for part in (_HEADER, _HIDDEN):
-                self._wire.release(self._peer(stage + 1), self._tag(part, stage + 1, micro))
-            if kept.made.requires_grad:
-                torch.autograd.backward([kept.made], [gradient])
-        if stage and kept.given is not None:
-            given = kept.given
-            found = torch.zeros_like(given) if given.grad is None else given.grad
+                self._transport.release(self._peer(stage + 1), self._tag(part, stage + 1, micro))
+            if activation.output.requires_grad:
+                torch.autograd.backward([activation.output], [gradient])
+        if stage and activation.received is not None:
+            received = activation.received
+            input_gradient = torch.zeros_like(received) if received.grad is None else received.grad
             peer, tag = self._peer(stage - 1), self._tag(_GRADIENT, stage, micro)
-            if self._gradient_on_way is not None:
-                self._wire.release(*self._gradient_on_way)
-            self._wire.send(found, peer, tag)
-            self._gradient_on_way = peer, tag
+            if self._pending_gradient is not None:
+                self._transport.release(*self._pending_gradient)
+            self._transport.send(input_gradient, peer, tag)
+            self._pending_gradient = peer, tag
 
     def _send(self, stage: int, micro: int, hidden: Tensor) -> None:
         if not isinstance(hidden, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - any model's
             raise TypeError(f"stage {stage - 1} gave {type(hidden).__name__}, not a tensor")
         peer = self._peer(stage)
-        self._wire.send(write_header(hidden), peer, self._tag(_HEADER, stage, micro))
-        self._wire.send(hidden.detach(), peer, self._tag(_HIDDEN, stage, micro))
+        self._transport.send(write_header(hidden), peer, self._tag(_HEADER, stage, micro))
+        self._transport.send(hidden.detach(), peer, self._tag(_HIDDEN, stage, micro))
 
-    def _letter(self, stage: int, micro: int) -> StageMessage:
+    def _message(self, stage: int, micro: int) -> StageMessage:
         return StageMessage(
             source=self._peer(stage - 1),
             header_tag=self._tag(_HEADER, stage, micro),
@@ -229,14 +229,14 @@ class Pipeline:
         )
 
     def _match(self, shared: _Shared, mine: Tensor) -> None:
-        """Refuse shards of different shape before they are mixed up."""
+        """Refuse shards of different shape before they are summed."""
         for peer in shared.peers:
-            self._wire.send(write_header(mine), peer, shared.tag)
+            self._transport.send(write_header(mine), peer, shared.tag)
         for peer in shared.peers:
-            theirs = self._wire.expect(empty_header(), peer, shared.tag).get()
+            theirs = self._transport.expect(empty_header(), peer, shared.tag).get()
             if not torch.equal(theirs, write_header(mine)):
                 raise ModelError(
-                    f"{shared.name} is cut differently on the stages it lives on.",
+                    f"{shared.name} is sharded differently on the stages that hold it.",
                     hint="use untied weights, or a layout without tp or fsdp beside pp",
                 )
 
@@ -248,11 +248,11 @@ class Pipeline:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kept:
-    """What the backward of a micro-batch needs."""
+class _Activation:
+    """Input and output of a stage for the backward pass of a micro-batch."""
 
-    given: Tensor | None
-    made: Tensor
+    received: Tensor | None
+    output: Tensor
     wait: PendingReceive | None = None
 
 
@@ -266,7 +266,7 @@ class _Shared:
 
 
 class _Exit(nn.Module):
-    """The last stage in the place of the whole model: a task calls it as it always does."""
+    """The last stage with the interface of the full model, for the task's loss."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class _Exit(nn.Module):
 
 
 class _View(nn.Module):
-    """The pipeline as the model it is, for evaluation: every rank calls it and gets the scores."""
+    """The pipeline as a model, for evaluation: every rank calls it and gets the logits."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
@@ -308,18 +308,18 @@ def _shared_weights(
     ranks: int,
     rank: int,
 ) -> list[_Shared]:
-    """In one order on all ranks; only those that other ranks hold too."""
+    """Weights shared with other ranks, in the same order on all ranks."""
     held = {
         name: weight
         for stage in stages.values()
         for name, weight in stage.named_parameters()
         if name in shared
     }
-    found: list[_Shared] = []
+    weights: list[_Shared] = []
     for number, name in enumerate(sorted(shared)):
         peers = tuple(sorted({stage % ranks for stage in shared[name]} - {rank}))
         if peers and name in held:
-            found.append(
+            weights.append(
                 _Shared(
                     name=name,
                     weight=held[name],
@@ -328,4 +328,4 @@ def _shared_weights(
                     flag_tag=_tag(_SHARED, 2 * number + 1),
                 )
             )
-    return found
+    return weights

@@ -1,7 +1,7 @@
-"""In which order a rank of the pipeline takes its stages and micro-batches.
+"""Pipeline schedules: the order of stages and micro-batches on each rank.
 
-Stage ``s`` lives on rank ``s % ranks``. A rank follows its list to the letter: it waits for what an
-action needs, and never for what it has sent. All orders keep the micro-batches of a stage ascending.
+Stage ``s`` is on rank ``s % ranks``. A rank executes its list in order: it waits for the inputs of an
+action, and never for its sends. The micro-batches of a stage are always in ascending order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 def actions(
     schedule: Schedule, *, rank: int, ranks: int, stages_per_rank: int, micros: int
 ) -> list[Action]:
-    """What a rank does in one step, in order; any number of micro-batches from one up."""
+    """Actions of a rank in one step, in order, for one or more micro-batches."""
     if micros < 1 or not 0 <= rank < ranks or stages_per_rank < 1:
         raise ValueError(f"no order for rank {rank} of {ranks} with {micros} micro-batches")
     if schedule == "gpipe":
@@ -47,7 +47,7 @@ def _gpipe(rank: int, ranks: int, stages_per_rank: int, micros: int) -> list[Act
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> list[Action]:
-    """At most ``ranks - rank`` micro-batches are kept at a time (Narayanan et al. 2021, 2.2.1)."""
+    """1F1B: at most ``ranks - rank`` micro-batches in flight (Narayanan et al. 2021, 2.2.1)."""
     ahead = min(ranks - rank - 1, micros)
     order = [Action("forward", rank, micro) for micro in range(ahead)]
     for micro in range(micros):
@@ -59,43 +59,42 @@ def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> list[Action
 
 @dataclass(kw_only=True)
 class _StageQueue:
-    """One rank while the order is being found."""
+    """One rank during the simulation of the schedule."""
 
     forwards: deque[Action]
     backwards: deque[Action]
     limit: int
-    """Micro-batches kept at a time."""
+    """Most micro-batches in flight."""
     order: list[Action] = field(default_factory=list[Action])
-    kept: int = 0
+    in_flight: int = 0
 
     def take(self, queue: deque[Action]) -> Action:
         action = queue.popleft()
-        self.kept += 1 if action.kind == "forward" else -1
+        self.in_flight += 1 if action.kind == "forward" else -1
         self.order.append(action)
         return action
 
 
 @lru_cache(maxsize=64)
 def _interleaved(ranks: int, stages_per_rank: int, micros: int) -> tuple[tuple[Action, ...], ...]:
-    """Several stages per rank, taken in turn for groups of micro-batches (Narayanan et al. 2021, 2.2.2).
+    """Interleaved 1F1B: several stages per rank, by groups of micro-batches (Narayanan et al. 2021, 2.2.2).
 
-    The paper's order needs a multiple of ``ranks`` micro-batches. Here the ranks are played through
-    beat by beat and each takes what is ready, so any number does: an order that was once played
-    cannot block.
+    The paper's order needs a multiple of ``ranks`` micro-batches. Here the ranks are simulated tick by
+    tick and each takes a ready action, so any number works: a simulated order cannot deadlock.
     """
     stages = ranks * stages_per_rank
-    lanes = [_lane(rank, ranks, stages_per_rank, micros) for rank in range(ranks)]
+    queues_by_rank = [_make_queue(rank, ranks, stages_per_rank, micros) for rank in range(ranks)]
     done: set[Action] = set()
-    while any(lane.backwards for lane in lanes):
-        beat = [queue for lane in lanes if (queue := _ready(lane, done, stages)) is not None]
-        if not beat:  # the limits leave nobody a move: one forward more, on the first that can
-            beat = [lane.forwards for lane in lanes if _can_run(lane.forwards, done, stages)][:1]
-        owner = {id(queue): lane for lane in lanes for queue in (lane.forwards, lane.backwards)}
-        done.update([owner[id(queue)].take(queue) for queue in beat])
-    return tuple(tuple(lane.order) for lane in lanes)
+    while any(rank_queue.backwards for rank_queue in queues_by_rank):
+        tick = [queue for rank_queue in queues_by_rank if (queue := _ready(rank_queue, done, stages)) is not None]
+        if not tick:  # limits block all ranks: allow one more forward on the first rank that can
+            tick = [rank_queue.forwards for rank_queue in queues_by_rank if _can_run(rank_queue.forwards, done, stages)][:1]
+        owner = {id(queue): rank_queue for rank_queue in queues_by_rank for queue in (rank_queue.forwards, rank_queue.backwards)}
+        done.update([owner[id(queue)].take(queue) for queue in tick])
+    return tuple(tuple(rank_queue.order) for rank_queue in queues_by_rank)
 
 
-def _lane(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _StageQueue:
+def _make_queue(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _StageQueue:
     stages = range(rank, ranks * stages_per_rank, ranks)
     groups = [range(start, min(start + ranks, micros)) for start in range(0, micros, ranks)]
     return _StageQueue(
@@ -115,12 +114,12 @@ def _lane(rank: int, ranks: int, stages_per_rank: int, micros: int) -> _StageQue
     )
 
 
-def _ready(lane: _StageQueue, done: set[Action], stages: int) -> deque[Action] | None:
-    # Forward as long as the limit allows: for whole groups this is the paper's order and its bubble.
-    if lane.kept < lane.limit and _can_run(lane.forwards, done, stages):
-        return lane.forwards
-    if _can_run(lane.backwards, done, stages):
-        return lane.backwards
+def _ready(rank_queue: _StageQueue, done: set[Action], stages: int) -> deque[Action] | None:
+    # Forward while the limit allows: for full groups this is the paper's order and bubble.
+    if rank_queue.in_flight < rank_queue.limit and _can_run(rank_queue.forwards, done, stages):
+        return rank_queue.forwards
+    if _can_run(rank_queue.backwards, done, stages):
+        return rank_queue.backwards
     return None
 
 

@@ -1,9 +1,9 @@
-"""A model cut into stages, each with a run of its layers and the names of the whole.
+"""Splitting of a model into pipeline stages, each with a range of its layers and the original names.
 
-A stage is a shallow copy of the model that runs the model's own forward: where the layers of earlier
-stages stood, what those stages sent is put in; where the layers of later ones stood, it ends. So
-masks, positions and outputs are the model's own business, and nothing of any architecture is written
-down here but which stack of layers to cut. What this cannot cut rightly, ``check`` finds out.
+A stage is a shallow copy of the model that runs the model's own forward: layers of earlier stages are
+replaced by the received activation; at the first layer of a later stage it returns. Masks, positions
+and outputs stay the model's own, and nothing here depends on the architecture except the choice of the
+stack of layers. ``check`` detects models that this cannot split correctly.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ if TYPE_CHECKING:
 Inputs = tuple[Tensor, ...] | dict[str, Tensor]
 
 _SECOND_STACK = 0.3
-"""A second stack of layers this large beside the first means an encoder and a decoder."""
+"""Relative size of a second stack that indicates an encoder and a decoder."""
 
 
 class PipelineStage(nn.Module):
-    """Some layers of a model in a row; mixed into a copy of the model, whose class it keeps."""
+    """A range of layers of a model; mixed into a copy of the model, whose class it keeps."""
 
-    _passage: _Passage
+    _stage_input: _StageInput
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
-        """What the next stage needs; on the last one, what the whole model returns."""
+        """Activation for the next stage; on the last stage, the output of the model."""
         named = inputs if isinstance(inputs, dict) else {}
         placed = () if isinstance(inputs, dict) else inputs
-        if self._passage.forgets_cache:
+        if self._stage_input.forgets_cache:
             named = {**named, "use_cache": False}
-        self._passage.hidden = hidden
+        self._stage_input.hidden = hidden
         try:
             return super().forward(*placed, **named)
-        except _LeftError as left:
-            return make_plain(left.hidden)
+        except _StageEndError as end:
+            return make_plain(end.hidden)
         finally:
-            self._passage.hidden = None
+            self._stage_input.hidden = None
 
 
 def why_not_split(model: nn.Module, stages: int) -> str | None:
-    """Why a model cannot be cut into so many stages, in words; none where it can."""
-    found = _find(model)
-    if isinstance(found, str):
-        return found
-    units = len(_units(found.stack))
+    """Why a model cannot be split into this many stages; None if it can."""
+    structure = _find(model)
+    if isinstance(structure, str):
+        return structure
+    units = len(_units(structure.stack))
     if units < stages:
         return f"its {units} layers are fewer than {stages} stages"
     return None
 
 
 def split(model: nn.Module, stages: int) -> list[PipelineStage]:
-    """Cut a model into stages that share its weights; about equal work in each.
+    """Split a model into stages that share its weights, of about equal work.
 
     Raises:
-        ModelError: The model has no one stack of enough layers.
+        ModelError: The model has no single stack of enough layers.
     """
     reason = why_not_split(model, stages)
     if reason is not None:
         raise ModelError(
-            f"{type(model).__name__} cannot be cut into {stages} stages: {reason}.",
+            f"{type(model).__name__} cannot be split into {stages} stages: {reason}.",
             hint="choose a layout without pp, or with fewer stages",
         )
-    anatomy = _find(model)
-    assert not isinstance(anatomy, str)
-    bounds = _share_out(model, anatomy, stages)
+    structure = _find(model)
+    assert not isinstance(structure, str)
+    bounds = _balance(model, structure, stages)
     return [
-        _make_stage(model, anatomy, range(first, stop), number, stages)
+        _make_stage(model, structure, range(first, stop), number, stages)
         for number, (first, stop) in enumerate(pairwise(bounds))
     ]
 
 
 def check(model: nn.Module, stages: Sequence[PipelineStage], inputs: Inputs) -> None:
-    """Compare the stages, one after the other, with the whole model on a small batch.
+    """Compare the stages in sequence with the full model on a small batch.
 
     Raises:
-        ModelError: They do not give the same, or miss a weight: the model must not be cut.
+        ModelError: Results differ, or a weight is missing: the model cannot be split.
     """
-    kept = {name for stage in stages for name in stage.state_dict()}
-    missing = sorted(set(model.state_dict()) - kept)
+    held = {name for stage in stages for name in stage.state_dict()}
+    missing = sorted(set(model.state_dict()) - held)
     if missing:
         raise _cannot(model, f"no stage holds {missing[0]}")
     modes = [(module, module.training) for root in (model, *stages) for module in root.modules()]
@@ -98,22 +98,22 @@ def check(model: nn.Module, stages: Sequence[PipelineStage], inputs: Inputs) -> 
         for root in (model, *stages):
             root.eval()
         with torch.no_grad():
-            whole = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
             hidden: Any = None
             for stage in stages:
                 hidden = stage(inputs, hidden)
-            expected, got = logits_of(whole), logits_of(hidden)
+            expected, got = logits_of(output), logits_of(hidden)
     except Exception as error:
-        raise _cannot(model, f"its forward fails in parts ({error})") from error
+        raise _cannot(model, f"its forward fails in stages ({error})") from error
     finally:
         for module, mode in modes:
             module.training = mode
     if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-6, atol=1e-6):
-        raise _cannot(model, "its layers do not only pass one tensor on")
+        raise _cannot(model, "its layers pass on more than one tensor")
 
 
 def shared_names(stages: Sequence[nn.Module]) -> dict[str, list[int]]:
-    """Weights that live on several stages, such as an embedding that is the output layer too."""
+    """Weights held by several stages, such as an embedding tied to the output layer."""
     where: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
@@ -121,8 +121,8 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, list[int]]:
     return {name: numbers for name, numbers in where.items() if len(numbers) > 1}
 
 
-class _LeftError(Exception):
-    """The layers of a stage are done."""
+class _StageEndError(Exception):
+    """Raised after the last layer of a stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -130,46 +130,46 @@ class _LeftError(Exception):
 
 
 @dataclass
-class _Passage:
-    """How what an earlier stage sent gets to its place in the copy."""
+class _StageInput:
+    """Passes the received activation to its placeholder in the copy."""
 
     forgets_cache: bool
     hidden: Tensor | None = None
 
 
-class _Given(nn.Module):
-    """Stands for everything that earlier stages did."""
+class _Placeholder(nn.Module):
+    """Placeholder for the layers of earlier stages: returns the received activation."""
 
-    def __init__(self, passage: _Passage) -> None:
+    def __init__(self, stage_input: _StageInput) -> None:
         super().__init__()
-        self._passage = passage
+        self._stage_input = stage_input
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        assert self._passage.hidden is not None
-        return self._passage.hidden
+        assert self._stage_input.hidden is not None
+        return self._stage_input.hidden
 
 
 class _End(nn.Module):
-    """Stands for the first layer of the next stage."""
+    """Placeholder for the first layer of the next stage: ends the forward pass."""
 
     def forward(self, *placed: Tensor, **named: Any) -> Tensor:
-        raise _LeftError(placed[0] if placed else named["hidden_states"])
+        raise _StageEndError(placed[0] if placed else named["hidden_states"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Anatomy:
-    """Where things are in a model; names are paths from its root."""
+class _Structure:
+    """Location of the layer stack and its surroundings; names are paths from the root."""
 
     path: str
     stack: nn.Module
     before: tuple[str, ...]
-    """Modules with weights that work before the layers."""
+    """Modules with weights that run before the layers."""
     after: tuple[str, ...]
     lent: tuple[str, ...]
-    """Weights of ``before`` that work after the layers too."""
+    """Weights of ``before`` that are also used after the layers."""
 
 
-def _find(model: nn.Module) -> _Anatomy | str:
+def _find(model: nn.Module) -> _Structure | str:
     stacks = dict(_stacks(model, ""))
     if not stacks:
         return "it has no list of layers that follow one another"
@@ -178,7 +178,7 @@ def _find(model: nn.Module) -> _Anatomy | str:
     others = [other for other in stacks if other != path]
     for other in others:
         if sizes[other] > _SECOND_STACK * sizes[path]:
-            return f"it has several stacks of layers ({other} and {path}), and only one can be cut"
+            return f"it has several stacks of layers ({other} and {path}), and only one can be split"
     before, after = _surroundings(model, path)
     lent: list[str] = [*getattr(model, "lent_weights", ())]
     for first, other in _tied(model):
@@ -186,13 +186,13 @@ def _find(model: nn.Module) -> _Anatomy | str:
             lent.append(first)
         elif _region(first, path, before, after) != _region(other, path, before, after):
             return f"{first} and {other} are one weight in different layers"
-    return _Anatomy(
+    return _Structure(
         path=path, stack=stacks[path], before=before, after=after, lent=tuple(dict.fromkeys(lent))
     )
 
 
 def _stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Lists of layers that are in no other list of layers."""
+    """Outermost lists of layers."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         layers = [child for child in module if _count(child)]
         if len(layers) > 1 and not all(isinstance(layer, nn.Embedding) for layer in layers):
@@ -220,7 +220,7 @@ def _surroundings(model: nn.Module, path: str) -> tuple[tuple[str, ...], tuple[s
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names of one weight: that of the whole model, and another."""
+    """Name and alias of each tied weight."""
     names: dict[Tensor, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         if names.setdefault(weight, name) != name:
@@ -242,32 +242,32 @@ def _is_under(name: str, paths: Sequence[str]) -> bool:
 
 
 def _units(stack: nn.Module) -> list[range]:
-    """Layers with weights, each with those without that follow it: what is never cut apart."""
+    """Indivisible units: a layer with weights and the following layers without."""
     children = list(stack.children())
     starts = [index for index, child in enumerate(children) if _count(child)]
     starts = [0, *starts[1:], len(children)]
     return [range(first, stop) for first, stop in pairwise(starts)]
 
 
-def _share_out(model: nn.Module, anatomy: _Anatomy, stages: int) -> list[int]:
-    """First layer of each stage, and the end: the largest share of work is as small as can be.
+def _balance(model: nn.Module, structure: _Structure, stages: int) -> list[int]:
+    """First layer of each stage, and the end; minimises the largest work of a stage.
 
-    Work goes with the weights that are multiplied: those of the layers, and the output layer's on
-    the last stage. Looking up embeddings costs next to nothing.
+    Work is proportional to the multiplied weights: those of the layers, and of the output layer on
+    the last stage. Embedding lookups cost next to nothing.
     """
-    children = list(anatomy.stack.children())
-    units = _units(anatomy.stack)
+    children = list(structure.stack.children())
+    units = _units(structure.stack)
     work = [sum(_count(children[index]) for index in unit) for unit in units]
     weights = dict(model.named_parameters(remove_duplicate=False))
     work[-1] += sum(
         weight.numel()
         for name, weight in weights.items()
-        if _is_under(name, anatomy.after) or name in getattr(model, "lent_weights", ())
+        if _is_under(name, structure.after) or name in getattr(model, "lent_weights", ())
     )
     sums = [0]
     for amount in work:
         sums.append(sums[-1] + amount)
-    # best[n]: the first n units in so many stages, as (largest share, evenness, cuts).
+    # best[n]: split of the first n units, as (largest work, sum of squares, cuts).
     best = {0: (0, 0, (0,))}
     for stage in range(stages):
         rest = stages - stage - 1
@@ -288,31 +288,31 @@ def _share_out(model: nn.Module, anatomy: _Anatomy, stages: int) -> list[int]:
 
 
 def _make_stage(
-    model: nn.Module, anatomy: _Anatomy, own: range, number: int, count: int
+    model: nn.Module, structure: _Structure, own_layers: range, number: int, count: int
 ) -> PipelineStage:
     kind = type(model)
-    passage = _Passage(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
-    root = _copy_along(model, anatomy.path)
-    stack = root.get_submodule(anatomy.path)
+    stage_input = _StageInput(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
+    root = _copy_along(model, structure.path)
+    stack = root.get_submodule(structure.path)
     for index, name in enumerate(list(dict(stack.named_children()))):
-        if index not in own:
-            stack.register_module(name, _Given(passage) if index < own.start else _End())
+        if index not in own_layers:
+            stack.register_module(name, _Placeholder(stage_input) if index < own_layers.start else _End())
     is_last = number == count - 1
     if number:
-        for path in anatomy.before:
-            lent = [name for name in anatomy.lent if is_last and name.startswith(f"{path}.")]
-            _replace(root, path, _stand_in(model, path, lent, passage))
+        for path in structure.before:
+            lent = [name for name in structure.lent if is_last and name.startswith(f"{path}.")]
+            _replace(root, path, _make_placeholder(model, path, lent, stage_input))
     if not is_last:
-        for path in anatomy.after:
+        for path in structure.after:
             _replace(root, path, nn.Module())
     root.__class__ = type(f"{kind.__name__}Stage", (PipelineStage, kind), {})
     stage = cast("PipelineStage", root)
-    stage.__dict__["_passage"] = passage
+    stage.__dict__["_passage"] = stage_input
     return stage
 
 
 def _copy_along(model: nn.Module, path: str) -> nn.Module:
-    """The model with its own lists of children from the root down to the stack."""
+    """Copy of the model whose modules from the root to the stack are copied."""
     root = parent = _copy(model)
     for step in path.split(".") if path else ():
         child = _copy(cast("nn.Module", getattr(parent, step)))
@@ -333,29 +333,29 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
     root.get_submodule(parent).register_module(name, module)
 
 
-def _stand_in(model: nn.Module, path: str, lent: Sequence[str], passage: _Passage) -> nn.Module:
-    """For a module that works before the layers, on a later stage; with the weights it lends."""
+def _make_placeholder(model: nn.Module, path: str, lent: Sequence[str], stage_input: _StageInput) -> nn.Module:
+    """Placeholder on a later stage for a module before the layers; with its shared weights."""
     original = model.get_submodule(path)
     if isinstance(original, Embedding):
-        ours = _copy(original)
-        assert isinstance(ours, Embedding)
-        ours.makes_vectors = False
-        ours.position = None
+        copied = _copy(original)
+        assert isinstance(copied, Embedding)
+        copied.makes_vectors = False
+        copied.position = None
         if not lent:
-            ours.token = cast("nn.Embedding", None)
-        return ours
+            copied.token = cast("nn.Embedding", None)
+        return copied
     if isinstance(original, nn.ModuleList) and not lent:
-        return nn.ModuleList(_Given(passage) for _ in original)
-    given = _Given(passage)
+        return nn.ModuleList(_Placeholder(stage_input) for _ in original)
+    placeholder = _Placeholder(stage_input)
     for name in lent:
         *inner, leaf = name.removeprefix(f"{path}.").split(".")
-        holder: nn.Module = given
+        holder: nn.Module = placeholder
         for step in inner:
             if step not in dict(holder.named_children()):
                 holder.register_module(step, nn.Module())
             holder = holder.get_submodule(step)
         holder.register_parameter(leaf, model.get_parameter(name))
-    return given
+    return placeholder
 
 
 def _count(module: nn.Module) -> int:
@@ -364,6 +364,6 @@ def _count(module: nn.Module) -> int:
 
 def _cannot(model: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} cannot be cut into stages: {reason}.",
+        f"{type(model).__name__} cannot be split into stages: {reason}.",
         hint="choose a layout without pp",
     )

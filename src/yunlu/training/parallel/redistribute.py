@@ -1,7 +1,7 @@
-"""State passed between live workers: what one holds and another needs, in large messages.
+"""Redistribution of state between live workers, in large messages.
 
-Everyone tells what it holds and wants, as JSON; everyone computes the same list of transfers; then the
-bytes travel directly. No pickle is involved, so a worker gone mad can send nothing that runs.
+All workers exchange descriptions of held and target shards as JSON; each computes the same list of
+transfers; then the bytes are sent directly. No pickle is involved, so no received data can run code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST_BYTES = 1 << 20
 
 
 class UncoveredError(CheckpointError):
-    """Some part of the state is held by nobody."""
+    """No worker holds some part of the state."""
 
     def __init__(self, names: Sequence[str]) -> None:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
@@ -39,8 +39,8 @@ class UncoveredError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class SliceTransfer:
-    """A piece without its tensor: what others need to know of it."""
+class ShardMetadata:
+    """Description of a shard, without its tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,69 +50,69 @@ class SliceTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box on its way."""
+    """Transfer of one region between two workers."""
 
     source: int
     destination: int
     name: str
     region: TensorSlice
-    """A part of what the source holds."""
+    """Region within the source's shard."""
     stored: int
-    """Which of the source's pieces it is taken from."""
+    """Index of the source's shard."""
     target: int
-    """Which of the destination's pieces it goes to."""
+    """Index of the destination's shard."""
     dtype: torch.dtype
-    """The source's."""
+    """Type at the source."""
 
     @property
     def nbytes(self) -> int:
-        """How long it is on the wire."""
+        """Bytes to send."""
         return self.region.volume * self.dtype.itemsize
 
 
 def redistribute(
-    held: Iterable[TensorShard], wanted: Iterable[TensorShard], *, group: Any = None
+    held: Iterable[TensorShard], targets: Iterable[TensorShard], *, group: Any = None
 ) -> None:
-    """Fill the wanted tensors from what everyone holds; every worker of the group calls this.
+    """Fill the target shards from the shards held by all workers; every worker of the group calls this.
 
-    Wanted tensors share no memory with held ones. Raises ``UncoveredError`` on all workers alike where
-    some wanted box is held by nobody; then no tensor was touched.
+    Targets share no memory with held shards. Raises ``UncoveredError`` on all workers alike if no
+    worker holds some target region; then no tensor is changed.
     """
-    giving, taking = list(held), list(wanted)
-    known = gather_json({"held": _tell(giving), "wanted": _tell(taking)}, group=group)
-    everyone_held = [_hear(told["held"]) for told in known]
-    everyone_wants = [_hear(told["wanted"]) for told in known]
-    size, rank = len(known), dist.get_rank(group) if len(known) > 1 else 0
+    giving, taking = list(held), list(targets)
+    gathered = gather_json({"held": _describe(giving), "targets": _describe(taking)}, group=group)
+    everyone_held = [_parse_shards(described["held"]) for described in gathered]
+    everyone_wants = [_parse_shards(described["targets"]) for described in gathered]
+    size, rank = len(gathered), dist.get_rank(group) if len(gathered) > 1 else 0
     limit = max(_SMALLEST_BYTES, CHUNK_BYTES // size)
     transfers = plan_transfers(everyone_held, everyone_wants, limit_bytes=limit)
     with torch.no_grad():
         for transfer in transfers:
             if transfer.source == transfer.destination == rank:
-                _place(giving, taking, transfer)
+                _copy_local(giving, taking, transfer)
         _send_all(giving, taking, transfers, rank=rank, limit_bytes=limit, group=group)
 
 
 def gather_specs(held: Iterable[TensorShard], *, group: Any = None) -> dict[str, TensorSpec]:
-    """The tensors of which anyone holds a part; every worker of the group calls this."""
+    """Specs of all tensors held anywhere; every worker of the group calls this."""
     return {
         part.name: TensorSpec(part.shape, part.dtype)
-        for told in gather_json(_tell(held), group=group)
-        for part in _hear(told)
+        for described in gather_json(_describe(held), group=group)
+        for part in _parse_shards(described)
     }
 
 
 def plan_transfers(
-    held: Sequence[Sequence[SliceTransfer]],
-    wanted: Sequence[Sequence[SliceTransfer]],
+    held: Sequence[Sequence[ShardMetadata]],
+    targets: Sequence[Sequence[ShardMetadata]],
     *,
     limit_bytes: int = CHUNK_BYTES,
 ) -> list[Transfer]:
-    """Who sends which box to whom: own data first, then spread over those who hold it.
+    """Plan which worker sends which region to whom: local data first, then balanced over holders.
 
-    Every element of every wanted box is sent exactly once. The answer depends on the arguments
-    alone, so that all workers come to the same.
+    Every element of every target region is sent exactly once. Deterministic in the arguments, so
+    that all workers compute the same plan.
     """
-    holders: dict[str, list[tuple[int, int, SliceTransfer]]] = defaultdict(list)
+    holders: dict[str, list[tuple[int, int, ShardMetadata]]] = defaultdict(list)
     for rank, parts in enumerate(held):
         for index, part in enumerate(parts):
             if not part.region.is_empty:
@@ -120,18 +120,18 @@ def plan_transfers(
     sent_bytes = [0] * len(held)
     transfers: list[Transfer] = []
     missing: set[str] = set()
-    for rank, parts in enumerate(wanted):
+    for rank, parts in enumerate(targets):
         for index, part in enumerate(parts):
             _check_shapes(part, holders[part.name])
             left = [] if part.region.is_empty else [part.region]
             candidates = sorted(
                 holders[part.name], key=lambda one: (one[0] != rank, sent_bytes[one[0]], one[:2])
             )
-            for source, stored, have in candidates:
-                taken = [common for region in left if not (common := region.intersect(have.region)).is_empty]
-                left = [rest for region in left for rest in region.subtract(have.region)]
-                for region in _split(taken, have.dtype.itemsize, limit_bytes):
-                    transfer = Transfer(source, rank, part.name, region, stored, index, have.dtype)
+            for source, stored, source_shard in candidates:
+                taken = [common for region in left if not (common := region.intersect(source_shard.region)).is_empty]
+                left = [rest for region in left for rest in region.subtract(source_shard.region)]
+                for region in _split(taken, source_shard.dtype.itemsize, limit_bytes):
+                    transfer = Transfer(source, rank, part.name, region, stored, index, source_shard.dtype)
                     sent_bytes[source] += transfer.nbytes if source != rank else 0
                     transfers.append(transfer)
                 if not left:
@@ -144,19 +144,19 @@ def plan_transfers(
 
 
 def minimum_over_workers(number: int) -> int:
-    """What the one with the least can do, all do: they meet in every micro-batch."""
+    """Minimum over all workers: they synchronise in every micro-batch."""
     if not dist.is_initialized():
         return number
-    found = torch.tensor(number)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return int(found)
+    minimum = torch.tensor(number)
+    dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
+    return int(minimum)
 
 
 def gather_json(value: Any, *, group: Any = None) -> list[Any]:
-    """What each worker of the group tells, by rank."""
+    """Values of all workers of the group, by rank."""
     if not dist.is_initialized():
         return [value]
-    device = _wire(group)
+    device = _transfer_device(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     count = dist.get_world_size(group)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(count)]
@@ -164,16 +164,16 @@ def gather_json(value: Any, *, group: Any = None) -> list[Any]:
     lengths = [int(size) for size in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
-    told = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(told, padded, group=group)
-    return [_parse(answer[:length]) for answer, length in zip(told, lengths, strict=True)]
+    received = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(received, padded, group=group)
+    return [_parse(answer[:length]) for answer, length in zip(received, lengths, strict=True)]
 
 
 def broadcast_json(value: Any, *, source: int, group: Any = None) -> Any:
     """The source's value, on every worker of the group; ``source`` counts within the group."""
     if not dist.is_initialized():
         return value
-    device = _wire(group)
+    device = _transfer_device(group)
     is_source = dist.get_rank(group) == source
     encoded = json.dumps(value).encode() if is_source else b""
     length = torch.tensor(len(encoded), device=device)
@@ -195,8 +195,8 @@ def _send_all(
     group: Any,
 ) -> None:
     out, into = _messages(transfers, rank, limit_bytes)
-    device = _wire(group) if transfers and dist.is_initialized() else torch.device("cpu")
-    # In rounds: everyone posts its next message to and from each other before it waits for any.
+    device = _transfer_device(group) if transfers and dist.is_initialized() else torch.device("cpu")
+    # In rounds: each worker posts its next send and receive for every peer before it waits.
     for number in range(max(map(len, [*out.values(), *into.values()]), default=0)):
         operations: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, list[Transfer]]] = []
@@ -221,7 +221,7 @@ _Messages = dict[int, list[list[Transfer]]]
 def _messages(
     transfers: list[Transfer], rank: int, limit_bytes: int
 ) -> tuple[_Messages, _Messages]:
-    """What goes to each other worker and what comes from it, packed until a message is full."""
+    """Outgoing and incoming messages by peer; each is filled up to the limit."""
     out: _Messages = defaultdict(list)
     into: _Messages = defaultdict(list)
     filled: dict[int, int] = {}
@@ -273,7 +273,7 @@ def _views(buffer: Tensor, message: list[Transfer]) -> Iterable[tuple[Transfer, 
         start += _aligned(transfer.nbytes)
 
 
-def _place(giving: list[TensorShard], taking: list[TensorShard], transfer: Transfer) -> None:
+def _copy_local(giving: list[TensorShard], taking: list[TensorShard], transfer: Transfer) -> None:
     source, target = giving[transfer.stored], taking[transfer.target]
     target.tensor[transfer.region.within(target.region)].copy_(
         source.tensor[transfer.region.within(source.region)]
@@ -281,28 +281,28 @@ def _place(giving: list[TensorShard], taking: list[TensorShard], transfer: Trans
 
 
 def _split(regions: Iterable[TensorSlice], itemsize: int, limit_bytes: int) -> Iterable[TensorSlice]:
-    """Halve boxes until each fits a message."""
+    """Halve regions until each fits a message."""
     for region in regions:
         if region.volume * itemsize <= max(limit_bytes, itemsize):
             yield region
             continue
-        # Along the first dimension that can be: slices stay in one stretch of memory.
+        # Along the first possible dimension: slices stay contiguous.
         dim = next(dim for dim, length in enumerate(region.size) if length > 1)
         half = region.size[dim] // 2
         first = TensorSlice(region.offset, (*region.size[:dim], half, *region.size[dim + 1 :]))
         yield from _split((first, *region.subtract(first)), itemsize, limit_bytes)
 
 
-def _check_shapes(part: SliceTransfer, holders: Iterable[tuple[int, int, SliceTransfer]]) -> None:
-    for _, _, have in holders:
-        if have.shape != part.shape:
+def _check_shapes(part: ShardMetadata, holders: Iterable[tuple[int, int, ShardMetadata]]) -> None:
+    for _, _, source_shard in holders:
+        if source_shard.shape != part.shape:
             raise CheckpointError(
-                f"{part.name} is {list(part.shape)} on one worker and {list(have.shape)} on another.",
+                f"{part.name} is {list(part.shape)} on one worker and {list(source_shard.shape)} on another.",
                 hint="All workers must train the same model.",
             )
 
 
-def _tell(shards: Iterable[TensorShard]) -> list[Any]:
+def _describe(shards: Iterable[TensorShard]) -> list[Any]:
     return [
         [
             shard.name,
@@ -315,10 +315,10 @@ def _tell(shards: Iterable[TensorShard]) -> list[Any]:
     ]
 
 
-def _hear(told: list[Any]) -> list[SliceTransfer]:
+def _parse_shards(described: list[Any]) -> list[ShardMetadata]:
     return [
-        SliceTransfer(name, tuple(shape), TensorSlice(tuple(offset), tuple(size)), _DTYPES[dtype])
-        for name, shape, offset, size, dtype in told
+        ShardMetadata(name, tuple(shape), TensorSlice(tuple(offset), tuple(size)), _DTYPES[dtype])
+        for name, shape, offset, size, dtype in described
     ]
 
 
@@ -326,8 +326,8 @@ def _parse(data: Tensor) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
 
 
-def _wire(group: Any) -> torch.device:
-    """Where what travels has to lie."""
+def _transfer_device(group: Any) -> torch.device:
+    """Device of the tensors to send."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""One worker that holds the whole model: the arrangement of a run without others."""
+"""The interface of a distributed model, and its implementation for one worker."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class WrappedModel(Protocol):
-    """What a worker holds of a model, and how a step runs there."""
+    """A worker's part of a model, and how a step runs on it."""
 
     parts: list[nn.Module]
-    """What lies here, with the whole model's names."""
+    """Local modules, with parameter names of the full model."""
     weights: list[nn.Parameter]
-    """Those of them that are trained."""
+    """Trainable weights of the local modules."""
     leaves: list[Tensor]
-    """What the optimiser changes: the weights, or the parts of them that lie here."""
+    """Tensors that the optimiser updates: the weights, or their local shards."""
     optimized: list[Tensor]
-    """Those of them that this worker's own optimiser changes."""
+    """Leaves that this worker's optimiser updates."""
     copies: list[int]
-    """How many workers hold the same of each weight."""
+    """Number of workers that hold the same shard of each weight."""
     is_watched: bool
-    """Whether to look at what each replica brings to the step to come: see ``looked``."""
+    """Whether to measure each replica's gradient in the next step: see ``gradient_squares``."""
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether a worker holds less than the whole model."""
+        """Whether each worker holds only a part of the model."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class WrappedModel(Protocol):
         ...
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of a step."""
+        """Context of forward and backward of a step."""
         ...
 
     def accumulate(
@@ -53,41 +53,41 @@ class WrappedModel(Protocol):
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses.
 
-        ``forward`` is what every forward pass runs in.
+        ``forward``: context of every forward pass.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until the gradients are those of all replicas, and lay them beside the leaves."""
+        """Wait for the gradient reduction over all replicas, and assign the gradients to the leaves."""
         ...
 
     def gradient_squares(self) -> tuple[Tensor, ...]:
-        """Three numbers to be summed over all workers, or none where replicas cannot be compared.
+        """Three numbers to be summed over all workers; empty if replicas cannot be compared.
 
-        After ``finish``: the square of what this worker brought to the gradients, our share of the
-        square of their sum, and of our samples squared; zeros where the step was not watched.
+        After ``finish``: the square of this worker's gradient, its share of the square of the sum,
+        and of its squared number of samples; zeros if the step was not watched.
         """
         ...
 
     @property
     def exchange_s(self) -> float:
-        """What adding up gradients took in the last step, hidden or not."""
+        """Seconds of the gradient reduction in the last step, overlapped or not."""
         ...
 
     def release_gathered(self) -> None:
-        """Before weights are replaced: keep none that were gathered from others."""
+        """Drop gathered weights, before weights are replaced."""
         ...
 
     def publish(self) -> None:
-        """After an update: bring what others updated here."""
+        """After an update: receive the weights that other workers updated."""
         ...
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, also of weights that the optimiser here does not know."""
+        """Clear all gradients, also of weights that other workers update."""
         ...
 
     def close(self) -> None:
-        """Leave the weights without hooks."""
+        """Remove the hooks from the weights."""
         ...
 
 
@@ -95,7 +95,7 @@ _NOTHING = nullcontext()
 
 
 class SingleModel:
-    """The model as it is."""
+    """The unchanged model on a single worker."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts = [model]
@@ -108,7 +108,7 @@ class SingleModel:
         self.view = model
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """Nothing to be set around a step."""
+        """No context needed."""
         return _NOTHING
 
     def accumulate(
@@ -130,20 +130,20 @@ class SingleModel:
         return total
 
     def finish(self) -> None:
-        """The gradients are what they are."""
+        """No reduction needed."""
 
     def gradient_squares(self) -> tuple[Tensor, ...]:
-        """There are no others."""
+        """Empty: there are no other workers."""
         return ()
 
     def release_gathered(self) -> None:
         """Nothing was gathered."""
 
     def publish(self) -> None:
-        """Everything was updated here."""
+        """All weights were updated here."""
 
     def drop_gradients(self) -> None:
-        """The optimiser's weights are the model's."""
+        """The optimiser clears all gradients."""
 
     def close(self) -> None:
         """Nothing was changed."""

@@ -1,4 +1,4 @@
-"""A whole model whose gradients are summed with some of the other workers: those of one site."""
+"""A replicated model whose gradients are reduced over the workers of one site."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class SiteReplicas(SingleModel):
-    """The model as it is, and the gradients of all who make this step."""
+    """A full model per worker; gradients are summed over the workers of a site."""
 
     def __init__(self, model: nn.Module, allreducer: AllReducer, *, bucket_bytes: int) -> None:
         super().__init__(model)
-        self._sum = GradientAllReduce(self.weights, allreducer, bucket_bytes=bucket_bytes)
+        self._allreduce = GradientAllReduce(self.weights, allreducer, bucket_bytes=bucket_bytes)
 
     def accumulate(
         self,
@@ -32,20 +32,20 @@ class SiteReplicas(SingleModel):
         *,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
-        """As alone; gradients travel while the last backward pass runs."""
+        """Forward and backward; the reduction overlaps the last backward pass."""
         *before, last = micros
         total = None
         if before:
             total = super().accumulate(before, loss_of, backward, forward=forward)
-        self._sum.arm()
+        self._allreduce.arm()
         loss = super().accumulate([last], loss_of, backward, forward=forward)
         return loss if total is None else total + loss
 
     def finish(self) -> None:
-        """Wait until the gradients are those of all mates."""
-        self._sum.finish()
-        self.exchange_s = self._sum.exchange_s
+        """Wait for the gradient reduction over the site."""
+        self._allreduce.finish()
+        self.exchange_s = self._allreduce.exchange_s
 
     def close(self) -> None:
-        """Leave the weights without hooks."""
-        self._sum.close()
+        """Remove the hooks from the weights."""
+        self._allreduce.close()

@@ -1,4 +1,4 @@
-"""The sockets of process groups: which there are, how to end them, and the errors of lost ones."""
+"""Sockets of process groups: enumeration, shutdown, and detection of connection errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from yunlu.core.errors import YunluError
 
-_WORDS = (
+_MESSAGES = (
     "gloo",
     "c10d",
     "nccl",
@@ -27,7 +27,7 @@ _WORDS = (
 
 
 class Socket(NamedTuple):
-    """One socket: its descriptor may be another's a moment later, its inode is not."""
+    """One socket; the descriptor may be reused, the inode identifies it."""
 
     descriptor: int
     inode: int
@@ -35,21 +35,21 @@ class Socket(NamedTuple):
 
 def open_sockets() -> set[Socket]:
     """All sockets of this process."""
-    found: set[Socket] = set()
+    sockets: set[Socket] = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed while we looked
+        with suppress(OSError):  # closed meanwhile
             status = os.fstat(int(entry.name))
             if stat.S_ISSOCK(status.st_mode):
-                found.add(Socket(int(entry.name), status.st_ino))
-    return found
+                sockets.add(Socket(int(entry.name), status.st_ino))
+    return sockets
 
 
-def shut(wanted: Socket) -> None:
-    """End a connection: whoever waits on it gets an error at once. Not of one that listens."""
+def shut(target: Socket) -> None:
+    """Shut down a connection, so that waiters fail immediately; not listening sockets."""
     with suppress(OSError):  # closed by its owner
-        duplicate = os.dup(wanted.descriptor)
+        duplicate = os.dup(target.descriptor)
         try:
-            if os.fstat(duplicate).st_ino == wanted.inode:
+            if os.fstat(duplicate).st_ino == target.inode:
                 _shut_down(duplicate)
         finally:
             os.close(duplicate)
@@ -64,10 +64,10 @@ def _shut_down(descriptor: int) -> None:
         connection.detach()
 
 
-def tells_of_loss(error: BaseException) -> bool:
-    """Whether an error only says that others are lost, and is no fault of this worker's own."""
-    # An OSError is of a disk, or of somebody's own connection: torch's errors are none.
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error means lost workers, not a fault of this worker."""
+    # An OSError comes from a disk or from user code: torch raises none.
     if isinstance(error, YunluError) or not isinstance(error, RuntimeError):
         return False
-    words = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in words for word in _WORDS)
+    message = str(error).lower()
+    return isinstance(error, dist.DistError) or any(phrase in message for phrase in _MESSAGES)

@@ -1,4 +1,4 @@
-"""What a model allows: over which axes it can be split, and how far."""
+"""Split constraints of a model: over which axes it can be split, and how far."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MOST_WAYS = 64
 def find_split_constraints(
     model: nn.Module, probe: Batch, *, state_bytes: float, activation_bytes_per_sample: float
 ) -> SplitConstraints:
-    """Look at a whole model; ``probe`` shows whether its stages together do what it does."""
+    """Analyse a full model; ``probe`` checks that its stages together compute the same."""
     weights = list(model.parameters())
     why_not: dict[Axis, str] = {}
     ways = [size for size in range(2, _MOST_WAYS + 1) if why_not_tensor(model, size) is None]
     if not ways:
-        why_not["tp"] = why_not_tensor(model, 2) or "it cannot be cut"
+        why_not["tp"] = why_not_tensor(model, 2) or "it cannot be split"
     sharding = why_not_shard(model, 2)
     if sharding is not None:
         why_not["fsdp"] = sharding
-    layers, parting = _count_layers(model, probe)
-    if parting is not None:
-        why_not["pp"] = parting
+    layers, pipelining = _count_layers(model, probe)
+    if pipelining is not None:
+        why_not["pp"] = pipelining
     return SplitConstraints(
         parameters=sum(weight.numel() for weight in weights),
         trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
@@ -50,7 +50,7 @@ def find_split_constraints(
 
 
 def _count_layers(model: nn.Module, probe: Batch) -> tuple[int, str | None]:
-    """Into how many stages the model can be parted; one and the reason where it cannot."""
+    """Largest number of pipeline stages; 1 and the reason if it cannot be split."""
     reason = why_not_split(model, 2)
     if reason is None and any(isinstance(module, _BatchNorm) for module in model.modules()):
         reason = "batch normalisation needs the samples of all replicas at once"

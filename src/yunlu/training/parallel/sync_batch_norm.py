@@ -1,7 +1,7 @@
-"""Batch normalisation over the samples of all replicas, as if one worker had them all.
+"""Synchronised batch normalisation: statistics over the samples of all replicas.
 
-torch's SyncBatchNorm is another class, and refuses a CPU. Here the module stays what it is: only its
-forward pass asks the others, so checkpoints and exports do not know of it.
+torch's SyncBatchNorm is another class, and does not support CPUs. Here the module keeps its class: only
+its forward pass changes, so checkpoints and exports are not affected.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-# Aside: a copy of the module, such as a moving average, must not talk to anybody.
-_sums: WeakKeyDictionary[nn.Module, Callable[[Tensor], object]] = WeakKeyDictionary()
+# Not on the module: a copy of it, such as a moving average, must not communicate.
+_reducers: WeakKeyDictionary[nn.Module, Callable[[Tensor], object]] = WeakKeyDictionary()
 _uncounted: list[None] = []
 _FEWEST = 2
-"""Values of a channel: one alone has no variance."""
+"""Fewest values of a channel: one alone has no variance."""
 
 
 class _GroupStatistics(NamedTuple):
-    """What a forward pass learned from all members."""
+    """Statistics of a forward pass over the group."""
 
     mean: Tensor
     variance: Tensor
     eps: float
     size: int
     is_counted: bool
-    add_up: Callable[[Tensor], object]
+    all_reduce: Callable[[Tensor], object]
 
 
-def synchronise_batch_norm(model: nn.Module, add_up: Callable[[Tensor], object]) -> None:
-    """Let every batch normalisation, while it trains, take its statistics over a group.
+def synchronise_batch_norm(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
+    """Synchronise the statistics of every batch normalisation over a group while training.
 
-    Each member then runs the same forward and backward passes, whatever the size of its batch.
+    Each worker must then run the same forward and backward passes, whatever the size of its batch.
 
     Args:
-        model: Whose modules.
-        add_up: Leaves the sum over the group in a tensor.
+        model: The model to change.
+        all_reduce: Sums a tensor over the group, in place.
     """
-    forward = _forward_together
-    if "torch._dynamo" in sys.modules:  # not to be loaded for this alone
+    forward = _synchronised_forward
+    if "torch._dynamo" in sys.modules:  # do not import it only for this
         forward = torch.compiler.disable(forward)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            _sums[module] = add_up
+            _reducers[module] = all_reduce
             module.forward = MethodType(forward, module)
 
 
 def remove_sync(model: nn.Module) -> None:
-    """Each replica by itself again."""
+    """Remove the synchronisation."""
     for module in model.modules():
-        if _sums.pop(module, None) is not None:
+        if _reducers.pop(module, None) is not None:
             del module.forward
 
 
 @contextmanager
 def uncounted() -> Generator[None]:
-    """Around the passes of a batch that must leave no trace: it enters no statistics."""
+    """Context for passes of a batch that must not enter the statistics."""
     _uncounted.append(None)
     try:
         yield
@@ -77,40 +77,40 @@ def uncounted() -> Generator[None]:
         _uncounted.pop()
 
 
-def _forward_together(module: _BatchNorm, values: Tensor) -> Tensor:
-    add_up = _sums.get(module)
+def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
+    all_reduce = _reducers.get(module)
     alone = bool(module.__dict__.get(ALONE, False))
-    if add_up is None or not (module.training or alone):
+    if all_reduce is None or not (module.training or alone):
         return type(module).forward(module, values)
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]
-    mine = 0 if _uncounted else values.numel() // values.shape[1]
-    mean, variance, count = _measure_together(values, mine, add_up)
+    local_count = 0 if _uncounted else values.numel() // values.shape[1]
+    mean, variance, count = _group_statistics(values, local_count, all_reduce)
     if count < _FEWEST:
         return _use_running(module, values)
     if module.track_running_stats:
         _track(module, mean, variance * (count / (count - 1)))
     kind = torch.promote_types(values.dtype, torch.float32)
-    seen = _GroupStatistics(mean.to(kind), variance.to(kind), module.eps, count, mine > 0, add_up)
-    return cast("Tensor", _Normalise.apply(values, module.weight, module.bias, seen))
+    statistics = _GroupStatistics(mean.to(kind), variance.to(kind), module.eps, count, local_count > 0, all_reduce)
+    return cast("Tensor", _Normalise.apply(values, module.weight, module.bias, statistics))
 
 
-def _measure_together(
-    values: Tensor, mine: int, add_up: Callable[[Tensor], object]
+def _group_statistics(
+    values: Tensor, local_count: int, all_reduce: Callable[[Tensor], object]
 ) -> tuple[Tensor, Tensor, int]:
-    """Mean and variance of each channel, and how many values they stand for.
+    """Mean and variance of each channel, and the number of values.
 
-    In double precision sums of squares lose nothing that single precision could hold.
+    Sums of squares in double precision are exact enough for single-precision inputs.
     """
     channels = values.shape[1]
     sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
-    if mine:
+    if local_count:
         exact = values.detach().to(torch.promote_types(values.dtype, torch.float32))
         mean, variance = torch.batch_norm_update_stats(exact, None, None, 0.0)
         mean, variance = mean.double(), variance.double()
-        sums[:channels] = mine * mean
-        sums[channels:-1] = mine * (variance + mean * mean)
-        sums[-1] = mine
-    add_up(sums)
+        sums[:channels] = local_count * mean
+        sums[channels:-1] = local_count * (variance + mean * mean)
+        sums[-1] = local_count
+    all_reduce(sums)
     count = int(sums[-1])
     mean = sums[:channels] / max(1, count)
     variance = (sums[channels:-1] / max(1, count) - mean * mean).clamp_min_(0)
@@ -141,19 +141,19 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 class _Normalise(Function):
-    """Normalisation by statistics that depend on the values of all members.
+    """Normalisation by statistics over the group.
 
     Backward pass: Ioffe and Szegedy 2015, section 3, with its sums over the batch taken over the group.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, seen: _GroupStatistics
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: _GroupStatistics
     ) -> Tensor:
         ctx.save_for_backward(values, weight)
-        ctx.seen = seen
+        ctx.statistics = statistics
         return functional.batch_norm(
-            values, seen.mean, seen.variance, weight, bias, training=False, eps=seen.eps
+            values, statistics.mean, statistics.variance, weight, bias, training=False, eps=statistics.eps
         )
 
     @staticmethod
@@ -161,45 +161,45 @@ class _Normalise(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_out: Tensor
     ) -> tuple[Tensor | None, ...]:
-        seen: _GroupStatistics = ctx.seen
+        statistics: _GroupStatistics = ctx.statistics
         values, weight = ctx.saved_tensors
-        scale = torch.ones_like(seen.mean) if weight is None else weight
+        scale = torch.ones_like(statistics.mean) if weight is None else weight
         _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad_out,
             values,
             scale,
-            seen.mean,
-            seen.variance,
+            statistics.mean,
+            statistics.variance,
             None,
             None,
             False,
-            seen.eps,
+            statistics.eps,
             [False, True, True],
         )
         sums = torch.cat((grad_bias, grad_weight)).double()
-        if not seen.is_counted:
+        if not statistics.is_counted:
             sums.zero_()
-        seen.add_up(sums)
-        wanted = ctx.needs_input_grad
+        statistics.all_reduce(sums)
+        needs_grad = ctx.needs_input_grad
         return (
-            _through(grad_out, values, scale, sums, seen) if wanted[0] else None,
-            grad_weight if wanted[1] else None,
-            grad_bias if wanted[2] else None,
+            _input_gradient(grad_out, values, scale, sums, statistics) if needs_grad[0] else None,
+            grad_weight if needs_grad[1] else None,
+            grad_bias if needs_grad[2] else None,
             None,
         )
 
 
-def _through(
-    grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, seen: _GroupStatistics
+def _input_gradient(
+    grad_out: Tensor, values: Tensor, scale: Tensor, sums: Tensor, statistics: _GroupStatistics
 ) -> Tensor:
-    """The gradient of the values: of the output, less what mean and variance took, a line per channel."""
+    """Gradient of the values: the output's, minus the part through mean and variance."""
     shape = (1, -1, *(1,) * (values.ndim - 2))
-    inverse = (seen.variance + seen.eps).rsqrt()
+    inverse = (statistics.variance + statistics.eps).rsqrt()
     factor = (scale * inverse).view(shape)
-    if not seen.is_counted:
+    if not statistics.is_counted:
         return (grad_out * factor).to(values.dtype)
-    total, aligned = (sums / seen.size).to(seen.mean.dtype).chunk(2)
+    total, aligned = (sums / statistics.size).to(statistics.mean.dtype).chunk(2)
     slope = scale * inverse * inverse * aligned
-    offset = scale * inverse * total - seen.mean * slope
+    offset = scale * inverse * total - statistics.mean * slope
     grad = torch.addcmul(-offset.view(shape), values, -slope.view(shape))
     return grad.addcmul_(grad_out, factor).to(values.dtype)

@@ -1,18 +1,18 @@
-"""Tensor parallelism: each weight matrix cut across workers that compute the same samples together.
+"""Tensor parallelism: each weight matrix is sharded across workers that process the same samples.
 
-What enters and leaves a cut model is plain and the same on every worker of the ``tp`` axis. Between the
-layers, activations are plain too, unless the sequence is cut: then they are DTensors, which know their
-whole length even where it does not divide.
+Inputs and outputs of the model are plain and equal on every worker of the ``tp`` axis. Activations between
+the layers are plain too, except with sequence parallelism: then they are DTensors, which know the full
+length even where it does not divide.
 
-Weights that are cut are DTensors. Those that are not stay plain, and their gradient is whole and the same
-everywhere because every worker computes it from the same whole activations. Two kinds of weight see only
-a part of their activations on each worker: norms, where the sequence is cut, and norms of single heads.
-These are DTensors too, and a hook sums their gradient over the workers before it is accumulated (FSDP2
-replaces weights, and so loses the hook, but brings gradients to the placement of the weight by itself).
-So the gradient of any weight has the placement of the weight, and its local part is the right one.
+Sharded weights are DTensors. Replicated ones stay plain; their gradient is complete and equal everywhere,
+because every worker computes it from the same activations. Two kinds of weight see only a part of their
+activations on each worker: norms under sequence parallelism, and norms of single heads. These are DTensors
+too, and a hook sums their gradient over the workers before accumulation (FSDP2 replaces weights, and so
+loses the hook, but converts gradients to the placement of the weight by itself). So the gradient of any
+weight has the weight's placement.
 
-Dropout: workers of one ``tp`` axis must draw the same random numbers. Where activations are cut, each
-draws for the whole and takes its part, so that a model drops what it would drop on one worker.
+Dropout: workers of one ``tp`` axis must draw the same random numbers. For sharded activations, each draws
+the full mask and takes its part, so that a model drops the same elements as on one worker.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from yunlu.training.parallel.tensor_parallel_plans import (
     why_not_tensor,
     why_not_vocabulary,
 )
-from yunlu.training.parallel.vocab_parallel import CutLoss, HeadInput, Scores, make_plain
+from yunlu.training.parallel.vocab_parallel import ShardedLoss, HeadInput, LogitsHandling, make_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -68,92 +68,92 @@ __all__ = [
 ]
 
 _LENGTH = -2
-"""The axis of the sequence: ``(B, L, D)``, or ``(T, D)`` where samples are packed."""
+"""Sequence dimension of ``(B, L, D)``, or ``(T, D)`` for packed samples."""
 
-_cut_heads: WeakKeyDictionary[nn.Module, Scores] = WeakKeyDictionary()
+_sharded_heads: WeakKeyDictionary[nn.Module, LogitsHandling] = WeakKeyDictionary()
 
 
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, vocabulary: bool = False
 ) -> None:
-    """Cut a model, in place: every worker of the mesh holds the same weights before, its part after.
+    """Shard a model in place; every worker of the mesh holds the same weights before.
 
     Args:
         model: Not wrapped in anything yet; ``fully_shard`` may follow.
-        mesh: Of one axis.
-        sequence: Also cut the activations between the matrices (Korthikanti et al. 2022, section 4.2.2).
-        vocabulary: Leave the scores cut inside ``sharded_loss``; without effect where
+        mesh: One axis.
+        sequence: Also shard the activations between the matrices (Korthikanti et al. 2022, section 4.2.2).
+        vocabulary: Keep the logits sharded inside ``sharded_loss``; no effect where
             ``why_not_vocabulary`` has a reason.
 
     Raises:
-        ModelError: The model cannot be cut so many ways.
+        ModelError: The model cannot be sharded this many ways.
     """
     ways = mesh.size()
     if reason := why_not_tensor(model, ways, sequence=sequence):
         raise ModelError(
-            f"{type(model).__name__} cannot be cut {ways} ways: {reason}.",
+            f"{type(model).__name__} cannot be split {ways} ways: {reason}.",
             hint="choose a layout without tp: dp and fsdp take any model",
         )
     styles = find_styles(model, ways, sequence=sequence)
     head = find_head(model, styles)
-    scores = Scores(mesh, may_stay_cut=vocabulary and head is not None)
+    logits = LogitsHandling(mesh, may_stay_sharded=vocabulary and head is not None)
     is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     tied = tied_weights(model)
-    ours = isinstance(model, TRANSFORMERS)
-    plan = _torch_styles(styles, sequence=sequence, inside_head=None if ours else head)
+    is_builtin = isinstance(model, TRANSFORMERS)
+    plan = _torch_styles(styles, sequence=sequence, inside_head=None if is_builtin else head)
     if isinstance(model, MLP):
-        # Joined by us: torch would hand out a sum that is still on its way.
-        unjoined = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-        plan.update({name: unjoined for name, style in styles.items() if style == "rowwise"})
+        # Reduced by us: torch would return a pending sum.
+        unreduced = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        plan.update({name: unreduced for name, style in styles.items() if style == "rowwise"})
     parallelize_module(model, mesh, plan, src_data_rank=None)
     _tie_again(model, tied)
     if isinstance(model, TRANSFORMERS):
-        _connect_transformer(model, mesh, scores if head else None, sequence=sequence)
+        _connect_transformer(model, mesh, logits if head else None, sequence=sequence)
     elif isinstance(model, MLP):
         _connect_mlp(model, mesh, styles)
     elif head is not None:
-        _change_output(model.get_submodule(head), scores.hand_out)
+        _change_output(model.get_submodule(head), logits.convert)
     for name, weight in model.named_parameters():
-        # torch makes every norm trainable when it cuts the sequence.
+        # torch makes every norm trainable under sequence parallelism.
         weight.requires_grad_(is_trained[name])
         _keep_placement(weight)
-    _cut_heads[model] = scores
+    _sharded_heads[model] = logits
 
 
 def sharded_loss(model: nn.Module) -> AbstractContextManager[None]:
-    """Around the forward pass and the loss: scores stay cut, and ``cross_entropy`` can read them.
+    """Context of forward pass and loss: logits stay sharded, and ``cross_entropy`` accepts them.
 
     The loss is a plain number, the same on every worker; the backward pass may run outside. Without effect
-    for a model whose scores are not cut.
+    for a model whose logits are not sharded.
     """
-    scores = _cut_heads.get(model)
-    return nullcontext() if scores is None or not scores.may_stay_cut else _kept_cut(scores)
+    logits = _sharded_heads.get(model)
+    return nullcontext() if logits is None or not logits.may_stay_sharded else _keep_sharded(logits)
 
 
 @contextmanager
-def _kept_cut(scores: Scores) -> Generator[None]:
-    scores.are_kept_cut = True
+def _keep_sharded(logits: LogitsHandling) -> Generator[None]:
+    logits.are_kept_sharded = True
     try:
-        with CutLoss():
+        with ShardedLoss():
             yield
     finally:
-        scores.are_kept_cut = False
+        logits.are_kept_sharded = False
 
 
-class CutDropout(nn.Dropout):
-    """Dropout of activations of which a part lies here."""
+class ShardedDropout(nn.Dropout):
+    """Dropout of sharded activations."""
 
     def __init__(self, p: float, mesh: DeviceMesh) -> None:
         super().__init__(p)
         self._mesh = mesh
 
     def forward(self, input: Tensor) -> Tensor:
-        """A plain tensor is taken for an even part of the last axis."""
+        """A plain tensor is treated as an even shard of the last dimension."""
         if not self.training or self.p == 0:
             return input
         if not isinstance(input, DTensor):
-            whole = (*input.shape[:-1], input.shape[-1] * self._mesh.size())
-            return input * self._draw(input, torch.Size(whole), input.ndim - 1)
+            replicated = (*input.shape[:-1], input.shape[-1] * self._mesh.size())
+            return input * self._draw(input, torch.Size(replicated), input.ndim - 1)
         local, (placement,) = input.to_local(), input.placements
         assert isinstance(placement, Shard)
         dropped = local * self._draw(local, input.shape, placement.dim)
@@ -166,17 +166,17 @@ class CutDropout(nn.Dropout):
             stride=input.stride(),
         )
 
-    def _draw(self, local: Tensor, whole: torch.Size, axis: int) -> Tensor:
+    def _draw(self, local: Tensor, replicated: torch.Size, axis: int) -> Tensor:
         keep = 1 - self.p
-        drawn = local.new_empty(whole).bernoulli_(keep).div_(keep)
-        first = min(-(-whole[axis] // self._mesh.size()) * self._mesh.get_local_rank(), whole[axis])
+        drawn = local.new_empty(replicated).bernoulli_(keep).div_(keep)
+        first = min(-(-replicated[axis] // self._mesh.size()) * self._mesh.get_local_rank(), replicated[axis])
         return drawn.narrow(axis, first, local.shape[axis])
 
 
 def _torch_styles(
     styles: Styles, *, sequence: bool, inside_head: str | None
 ) -> dict[str, ParallelStyle]:
-    joined = (
+    reduced = (
         RowwiseParallel(output_layouts=Shard(_LENGTH), use_local_output=False)
         if sequence
         else RowwiseParallel()
@@ -184,10 +184,10 @@ def _torch_styles(
     known: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "rowwise": joined,
+        "rowwise": reduced,
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-        # Heads are where a sequence would be: each worker norms its own.
+        # The head dimension takes the place of the sequence: each worker normalises its own heads.
         "replicated_with_grad_allreduce": SequenceParallel(
             sequence_dim=_LENGTH, use_local_output=True
         ),
@@ -199,35 +199,35 @@ def _torch_styles(
 
 
 def _connect_transformer(
-    model: nn.Module, mesh: DeviceMesh, scores: Scores | None, *, sequence: bool
+    model: nn.Module, mesh: DeviceMesh, logits: LogitsHandling | None, *, sequence: bool
 ) -> None:
-    """Tell the parts of our transformers what is cut and what is whole."""
+    """Add the gather and shard hooks to the built-in transformers."""
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *memory = args
-        whole = _whole(x, mesh)
-        # Once for query, key and value: their gradients are added up before they are exchanged.
-        return whole, *(whole if other is x else _whole(other, mesh) for other in memory)
+        replicated = _replicate(x, mesh)
+        # Once for query, key and value: their gradients are summed before they are reduced.
+        return replicated, *(replicated if other is x else _replicate(other, mesh) for other in memory)
 
     def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _cut_sequence(args[0], mesh), *args[1:]
+        return _shard_sequence(args[0], mesh), *args[1:]
 
     for module in list(model.modules()):
         if isinstance(module, Attention | FeedForward):
             module.register_forward_pre_hook(gather)
         elif sequence and isinstance(module, Block):
             module.register_forward_pre_hook(cut)
-            module.dropout = CutDropout(module.dropout.p, mesh)
+            module.dropout = ShardedDropout(module.dropout.p, mesh)
     if sequence:
         norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
         style = SequenceParallel(sequence_dim=_LENGTH)
         parallelize_module(model, mesh, dict.fromkeys(norms, style), src_data_rank=None)
         for norm in _last_norms(model):
-            # The first norm of a chain gets a plain input where it stands alone, as in a pipeline.
+            # A norm on its own, as in a pipeline stage, gets a plain input.
             norm.register_forward_pre_hook(cut, prepend=True)
             _change_output(norm, make_plain)
-    if scores is not None:
-        _change_output(_last_norms(model)[-1], partial(HeadInput.of, scores=scores))
+    if logits is not None:
+        _change_output(_last_norms(model)[-1], partial(HeadInput.of, logits=logits))
 
 
 def _change_output(module: nn.Module, change: Callable[[Any], Tensor]) -> None:
@@ -238,7 +238,7 @@ def _change_output(module: nn.Module, change: Callable[[Any], Tensor]) -> None:
 
 
 def _last_norms(model: nn.Module) -> list[nn.Module]:
-    """Those after which the whole sequence is needed; the last one stands before the head."""
+    """Norms after which the full sequence is needed; the last one precedes the head."""
     if isinstance(model, Seq2SeqTransformer):
         return [model.encoder_norm, model.decoder_norm]
     assert isinstance(model, CausalTransformer | TransformerClassifier)
@@ -250,29 +250,29 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _connect_mlp(model: MLP, mesh: DeviceMesh, styles: Styles) -> None:
-    is_cut = False
-    for place, layer in enumerate(model.layers):
+    is_sharded = False
+    for index, layer in enumerate(model.layers):
         if isinstance(layer, nn.Linear):
-            is_cut = styles.get(f"layers.{place}") == "colwise"
+            is_sharded = styles.get(f"layers.{index}") == "colwise"
             _change_output(layer, make_plain)
-        elif is_cut and isinstance(layer, nn.Dropout):
-            model.layers[place] = CutDropout(layer.p, mesh)
+        elif is_sharded and isinstance(layer, nn.Dropout):
+            model.layers[index] = ShardedDropout(layer.p, mesh)
 
 
-def _whole(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def _replicate(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(x, DTensor):
         return x.redistribute(placements=[Replicate()])
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
-def _cut_sequence(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def _shard_sequence(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.redistribute(placements=[Shard(_LENGTH)])
 
 
 def _tie_again(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
-    """Cutting gives each layer a weight of its own, also where two had one."""
+    """Restore tied weights: sharding gives each layer a weight of its own."""
     for (first, key), *others in tied:
         weight = model.get_submodule(first).get_parameter(key)
         for name, other in others:
@@ -284,10 +284,10 @@ def _keep_placement(weight: nn.Parameter) -> None:
         return
     placements = weight.placements
 
-    def settle(gradient: Any) -> Any:
+    def to_placement(gradient: Any) -> Any:
         if gradient.placements == placements:
             return gradient
         return gradient.redistribute(placements=placements)
 
     hook: Callable[..., Any] = weight.register_hook
-    hook(settle)
+    hook(to_placement)

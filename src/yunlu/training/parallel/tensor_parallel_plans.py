@@ -1,7 +1,7 @@
-"""Which layers of a model are cut across workers, and in which way; or why a model cannot be.
+"""Tensor-parallel plans: how each layer of a model is sharded; or why it cannot be.
 
-The ways have the names that transformers gives them. ``colwise`` cuts what a layer answers,
-``rowwise`` what it reads: one after the other, they need a single sum (Shoeybi et al. 2019, section 3).
+The styles have the names of transformers. ``colwise`` shards the outputs of a layer, ``rowwise`` its
+inputs: in sequence they need a single all-reduce (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Styles = dict[str, str]
-"""The way in which each layer is cut, by its name in the model; the others are whole everywhere."""
+"""Style of each sharded layer, by its name in the model; other layers are replicated."""
 
 TRANSFORMERS = (CausalTransformer, TransformerClassifier, Seq2SeqTransformer)
 
@@ -37,13 +37,13 @@ _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input")
 _EMBEDDED = "embedding_rowwise"
 _SUMMED = "replicated_with_grad_allreduce"
-_WHOLE = "replicate"
-_SAME_CUT = (*_COLWISE, _EMBEDDED)
-"""Ways that cut the rows of a weight, so that a head and an embedding can share one."""
+_REPLICATED = "replicate"
+_SAME_SHARDING = (*_COLWISE, _EMBEDDED)
+"""Styles that shard the rows of a weight, so that a head and an embedding can be tied."""
 
 
 def why_not_tensor(model: nn.Module, ways: int, *, sequence: bool = False) -> str | None:
-    """The reason why a model cannot be cut so many ways; none if it can."""
+    """Why a model cannot be sharded this many ways; None if it can."""
     try:
         find_styles(model, ways, sequence=sequence)
     except ModelError as error:
@@ -52,43 +52,43 @@ def why_not_tensor(model: nn.Module, ways: int, *, sequence: bool = False) -> st
 
 
 def why_not_vocabulary(model: nn.Module, ways: int) -> str | None:
-    """The reason why every worker gets the scores of all classes; none if they stay cut in training."""
+    """Why logits cannot stay sharded in training; None if they can."""
     if reason := why_not_tensor(model, ways):
         return reason
     if find_head(model, find_styles(model, ways)) is None:
-        return f"{type(model).__name__} ends in a layer that is not cut {ways} ways"
+        return f"{type(model).__name__} ends in a layer that is not split {ways} ways"
     return None
 
 
 def find_styles(model: nn.Module, ways: int, *, sequence: bool = False) -> Styles:
-    """How each layer is cut.
+    """The style of each layer.
 
     Raises:
-        ModelError: The model cannot be cut so many ways.
+        ModelError: The model cannot be sharded this many ways.
     """
     if has_adapter(model):
-        raise _refuse("layers with an adapter are not cut")
+        raise _refuse("layers with an adapter cannot be split")
     if sequence and not isinstance(model, TRANSFORMERS):
         raise _refuse(
-            f"the sequence is not cut in a {type(model).__name__}, only in our transformers"
+            f"sequence parallelism needs a built-in transformer, not a {type(model).__name__}"
         )
     if isinstance(model, TRANSFORMERS):
-        styles = dict(_cut_transformer(model, ways))
+        styles = dict(_transformer_styles(model, ways))
     elif isinstance(model, MLP):
-        styles = dict(_cut_mlp(model, ways))
+        styles = dict(_mlp_styles(model, ways))
         if not styles:
             raise _refuse(f"no two layers of the MLP in a row share a width that divides by {ways}")
     elif is_hf(model):
-        styles = _cut_hf(model, ways)
+        styles = _hf_styles(model, ways)
     else:
-        raise _refuse(f"no plan is known for cutting a {type(model).__name__}")
+        raise _refuse(f"there is no tensor-parallel plan for a {type(model).__name__}")
     for name, style in styles.items():
         _check_layer(name, model.get_submodule(name), style, ways)
     return styles
 
 
 def find_head(model: nn.Module, styles: Styles) -> str | None:
-    """The cut layer whose weight makes the scores; none where the scores are whole on every worker."""
+    """The sharded layer whose weight computes the logits; None if logits are replicated."""
     if isinstance(model, CausalTransformer | Seq2SeqTransformer):
         tied = getattr(model, "head", None) is None
         name = "embedding.token" if tied else "head"
@@ -103,12 +103,12 @@ def find_head(model: nn.Module, styles: Styles) -> str | None:
     return name if name in styles else None
 
 
-def _cut_transformer(model: nn.Module, ways: int) -> Iterator[tuple[str, str]]:
+def _transformer_styles(model: nn.Module, ways: int) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             heads = module.out.in_features // module.head_width
             if heads % ways:
-                raise _refuse(f"{heads} heads cannot be shared out among {ways} workers")
+                raise _refuse(f"{heads} heads cannot be divided among {ways} workers")
             yield from ((f"{name}.{part}", "colwise") for part in ("query", "key", "value"))
             yield f"{name}.out", "rowwise"
         elif isinstance(module, FeedForward):
@@ -121,13 +121,13 @@ def _cut_transformer(model: nn.Module, ways: int) -> Iterator[tuple[str, str]]:
         yield "head", "colwise"
 
 
-def _cut_mlp(model: MLP, ways: int) -> Iterator[tuple[str, str]]:
-    """Pairs of layers with nothing between them that looks at more than one column."""
-    places = [place for place, layer in enumerate(model.layers) if isinstance(layer, nn.Linear)]
+def _mlp_styles(model: MLP, ways: int) -> Iterator[tuple[str, str]]:
+    """Pairs of layers with only elementwise operations between them."""
+    indices = [index for index, layer in enumerate(model.layers) if isinstance(layer, nn.Linear)]
     position = 0
-    while position + 1 < len(places):
-        first, second = places[position], places[position + 1]
-        between = [model.layers[place] for place in range(first + 1, second)]
+    while position + 1 < len(indices):
+        first, second = indices[position], indices[position + 1]
+        between = [model.layers[index] for index in range(first + 1, second)]
         wide: Any = model.layers[first]
         mixed = any(isinstance(layer, nn.BatchNorm1d) for layer in between)
         if mixed or wide.out_features % ways:
@@ -138,7 +138,7 @@ def _cut_mlp(model: MLP, ways: int) -> Iterator[tuple[str, str]]:
         position += 2
 
 
-def _cut_hf(model: nn.Module, ways: int) -> Styles:
+def _hf_styles(model: nn.Module, ways: int) -> Styles:
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise _refuse(f"transformers has no tensor-parallel plan for {type(model).__name__}")
@@ -146,34 +146,34 @@ def _cut_hf(model: nn.Module, ways: int) -> Styles:
     styles = {
         name: plan[pattern]
         for name, _ in model.named_modules()
-        if (pattern := _without_numbers(name)) in plan and plan[pattern] != _WHOLE
+        if (pattern := _without_numbers(name)) in plan and plan[pattern] != _REPLICATED
     }
     known = {*_COLWISE, *_ROWWISE, _EMBEDDED, _SUMMED}
     for name, style in styles.items():
         if style not in known:
             raise _refuse(
-                f"the tensor-parallel plan of {type(model).__name__} cuts {name} by {style!r}, "
+                f"the tensor-parallel plan of {type(model).__name__} shards {name} by {style!r}, "
                 "which is not supported"
             )
     _check_heads(model, styles, ways)
-    _keep_ends_whole(model, styles, ways)
+    _replicate_ends(model, styles, ways)
     _check_blocks(model, styles)
     return styles
 
 
 def _check_parameters(model: nn.Module, plan: dict[str, str]) -> None:
-    """Some plans cut bare weights, such as those of experts, which no layer stands for."""
+    """Refuse plans that shard bare weights outside layers, such as those of experts."""
     for name, _ in model.named_parameters():
         pattern = _without_numbers(name)
-        if plan.get(pattern, _WHOLE) != _WHOLE:
+        if plan.get(pattern, _REPLICATED) != _REPLICATED:
             raise _refuse(
-                f"the tensor-parallel plan of {type(model).__name__} cuts the bare weight {name} "
+                f"the tensor-parallel plan of {type(model).__name__} shards the bare weight {name} "
                 f"by {plan[pattern]!r}, which is not supported"
             )
 
 
 def _check_blocks(model: nn.Module, styles: Styles) -> None:
-    """Some plans name the head alone: every worker would compute every block, for nothing."""
+    """Refuse plans without blocks, e.g. only the head: every worker would compute every block."""
     in_blocks = (style for name, style in styles.items() if "*" in _without_numbers(name))
     if any(style in _COLWISE for style in in_blocks):
         return
@@ -182,7 +182,7 @@ def _check_blocks(model: nn.Module, styles: Styles) -> None:
     else:
         why = f", only {', '.join(styles)}" if styles else ""
     raise _refuse(
-        f"the tensor-parallel plan of {type(model).__name__} cuts none of its blocks{why}"
+        f"the tensor-parallel plan of {type(model).__name__} shards none of its blocks{why}"
     )
 
 
@@ -197,11 +197,11 @@ def _check_heads(model: nn.Module, styles: Styles, ways: int) -> None:
     for key, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "key-value heads")):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % ways:
-            raise _refuse(f"{heads} {what} cannot be shared out among {ways} workers")
+            raise _refuse(f"{heads} {what} cannot be divided among {ways} workers")
 
 
-def _keep_ends_whole(model: nn.Module, styles: Styles, ways: int) -> None:
-    """Leave embedding and head whole where they cannot be cut, or not both of a pair that is tied."""
+def _replicate_ends(model: nn.Module, styles: Styles, ways: int) -> None:
+    """Replicate embedding and head if they cannot be sharded, or not both of a tied pair."""
     for name, style in list(styles.items()):
         module: Any = model.get_submodule(name)
         rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
@@ -209,13 +209,13 @@ def _keep_ends_whole(model: nn.Module, styles: Styles, ways: int) -> None:
             del styles[name]
     for owners in tied_weights(model):
         names = [name for name, _ in owners]
-        if not all(styles.get(name) in _SAME_CUT for name in names):
+        if not all(styles.get(name) in _SAME_SHARDING for name in names):
             for name in names:
                 styles.pop(name, None)
 
 
 def tied_weights(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Who shares a weight: for each shared one, the modules and the name it has there."""
+    """Modules and parameter names of each tied weight."""
     owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, module in model.named_modules():
         for key, weight in module.named_parameters(recurse=False):
@@ -226,11 +226,11 @@ def tied_weights(model: nn.Module) -> list[list[tuple[str, str]]]:
 def _check_layer(name: str, layer: nn.Module, style: str, ways: int) -> None:
     if style == _SUMMED:
         return
-    wanted = nn.Embedding if style == _EMBEDDED else nn.Linear
-    # A layer that takes its place (quantised, adapted) computes with its weight in its own way.
-    if type(layer) is not wanted:
+    expected = nn.Embedding if style == _EMBEDDED else nn.Linear
+    # A replacement layer (quantised, adapted) uses its weight in its own way.
+    if type(layer) is not expected:
         raise _refuse(
-            f"{name} is a {type(layer).__name__}, and only a plain {wanted.__name__} is cut"
+            f"{name} is a {type(layer).__name__}, and only a plain {expected.__name__} can be split"
         )
     if isinstance(layer, nn.Linear):
         size = layer.out_features if style in _COLWISE else layer.in_features

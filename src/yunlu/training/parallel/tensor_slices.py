@@ -1,7 +1,7 @@
-"""State as boxes: every tensor has a whole-model name and shape, and a worker holds one box of it.
+"""Tensor slices: every tensor has a global name and shape, and a worker holds one rectangular slice.
 
-The same arithmetic serves checkpoints (boxes in files) and the exchange between live workers (boxes in
-memory): what was cut under one layout is put together under another by intersecting boxes.
+The same arithmetic serves checkpoints (slices in files) and redistribution between live workers (slices
+in memory): state sharded under one layout is assembled under another by intersecting slices.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangular part of a tensor."""
+    """A rectangular region of a tensor."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no element lies in it; a scalar's box holds one."""
+        """Whether it has no elements; a scalar's slice has one."""
         return 0 in self.size
 
     @property
     def volume(self) -> int:
-        """How many elements lie in it."""
+        """Number of elements."""
         return prod(self.size)
 
     def intersect(self, other: TensorSlice) -> TensorSlice:
-        """What lies in both; empty where nothing does."""
+        """The intersection; may be empty."""
         low = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
         return TensorSlice(
@@ -50,7 +50,7 @@ class TensorSlice:
         )
 
     def subtract(self, other: TensorSlice) -> Iterator[TensorSlice]:
-        """What lies in this one only, as boxes that do not overlap."""
+        """The difference, as disjoint slices."""
         common = self.intersect(other)
         if common.is_empty:
             if not self.is_empty:
@@ -65,7 +65,7 @@ class TensorSlice:
             offset[dim], size[dim] = low, length
 
     def within(self, outer: TensorSlice) -> tuple[slice, ...]:
-        """Where it lies in a tensor that holds the outer box."""
+        """Index of this slice in a tensor that holds the outer slice."""
         return tuple(
             slice(start - base, start - base + length)
             for start, base, length in zip(self.offset, outer.offset, self.size, strict=True)
@@ -76,13 +76,13 @@ class TensorSlice:
 
 
 def full_slice(shape: Sequence[int]) -> TensorSlice:
-    """All of a tensor."""
+    """The slice of a full tensor."""
     return TensorSlice((0,) * len(shape), tuple(shape))
 
 
-def missing_elements(wanted: TensorSlice, regions: Iterable[TensorSlice]) -> list[TensorSlice]:
-    """What none of the boxes holds."""
-    left = [] if wanted.is_empty else [wanted]
+def missing_elements(target: TensorSlice, regions: Iterable[TensorSlice]) -> list[TensorSlice]:
+    """The parts of the target that no region covers."""
+    left = [] if target.is_empty else [target]
     for region in regions:
         left = [rest for part in left for rest in part.subtract(region)]
     return left
@@ -90,7 +90,7 @@ def missing_elements(wanted: TensorSlice, regions: Iterable[TensorSlice]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor is as a whole."""
+    """Global shape and type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,14 +98,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """What one worker holds of a tensor."""
+    """One worker's shard of a tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Global shape."""
     region: TensorSlice
     tensor: Tensor
-    """Local and plain, of exactly the box's size."""
+    """Local plain tensor, of the region's size."""
 
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.region.size:
@@ -113,19 +113,19 @@ class TensorShard:
 
     @property
     def nbytes(self) -> int:
-        """Of the local tensor."""
+        """Bytes of the local tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 class ShardReader(Protocol):
-    """Where state comes from."""
+    """Source of state."""
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors that can be read, by name."""
         ...
 
     def read(self, name: str, region: TensorSlice) -> Tensor:
-        """A part of a tensor, on the CPU."""
+        """Read a region of a tensor, on the CPU."""
         ...
 
 
@@ -139,16 +139,16 @@ class ShardGroupReader:
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors of the group."""
         prefix = f"{self.group}/"
-        found = self.reader.specs().items()
-        return {name.removeprefix(prefix): spec for name, spec in found if name.startswith(prefix)}
+        specs = self.reader.specs().items()
+        return {name.removeprefix(prefix): spec for name, spec in specs if name.startswith(prefix)}
 
     def read(self, name: str, region: TensorSlice) -> Tensor:
-        """A part of a tensor of the group."""
+        """Read a region of a tensor of the group."""
         return self.reader.read(f"{self.group}/{name}", region)
 
 
 def join_groups(groups: Mapping[str, Mapping[str, TensorShard]]) -> list[TensorShard]:
-    """The pieces of all groups, named ``<group>/<name>``."""
+    """The shards of all groups, named ``<group>/<name>``."""
     return [
         replace(shard, name=f"{group}/{name}")
         for group, shards in groups.items()
@@ -157,52 +157,52 @@ def join_groups(groups: Mapping[str, Mapping[str, TensorShard]]) -> list[TensorS
 
 
 def shard_of(name: str, tensor: Tensor) -> TensorShard:
-    """What this worker holds of a tensor: all of a plain one, its shard of a distributed one."""
+    """This worker's shard of a tensor; all of a plain tensor."""
     shape = tuple(tensor.shape)
     if not is_distributed(tensor):
         return TensorShard(name, shape, full_slice(shape), tensor.detach())
     local = local_of(tensor)
-    region = _shard(name, shape, tensor)
+    region = _region_of(name, shape, tensor)
     if region.size != tuple(local.shape):
         raise CheckpointError(
             f"The shard of {name} is {tuple(local.shape)}, where {tensor.placements} of {shape} "
             f"means {region.size}.",
-            hint="This is a fault of Yunlu or of a model that cuts its own weights; please report it.",
+            hint="This is a fault of Yunlu or of a model that shards its own weights; please report it.",
         )
     return TensorShard(name, shape, region, local.detach())
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The memory of a distributed tensor that lies here; a plain tensor itself."""
+    """The local memory of a distributed tensor; a plain tensor itself."""
     return cast("Any", tensor)._local_tensor if is_distributed(tensor) else tensor
 
 
 def is_distributed(tensor: Tensor | None) -> TypeIs[DTensor]:
     """Whether this is one of torch's distributed tensors.
 
-    Workers that cut nothing never load them, which takes most of a second.
+    Replicas never import that module, which takes most of a second.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _shard(name: str, shape: tuple[int, ...], tensor: DTensor) -> TensorSlice:
-    # torch computes this too, but wrongly where FSDP lies over an uneven cut of the same dimension.
+def _region_of(name: str, shape: tuple[int, ...], tensor: DTensor) -> TensorSlice:
+    # torch's own computation is wrong where FSDP is applied to an uneven split of the same dimension.
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return TensorSlice((0,) * len(shape), (0,) * len(shape))
     offset, size = [0] * len(shape), list(shape)
-    for axis in _in_order_of_cutting(name, tensor):
-        dim, ways = _cut_dim(tensor, axis), tensor.device_mesh.size(axis)
+    for axis in _sharding_order(name, tensor):
+        dim, ways = _sharded_dim(tensor, axis), tensor.device_mesh.size(axis)
         chunk = -(-size[dim] // ways)
         start = min(chunk * coordinate[axis], size[dim])
         offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)
     return TensorSlice(tuple(offset), tuple(size))
 
 
-def _in_order_of_cutting(name: str, tensor: DTensor) -> list[int]:
-    """The axes that cut the tensor: a strided shard was cut after the plain ones to its right."""
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see is_spread
+def _sharding_order(name: str, tensor: DTensor) -> list[int]:
+    """Mesh axes in order of sharding: a strided shard was applied after plain ones to its right."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see is_distributed
     from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
         _StridedShard,  # pyright: ignore[reportPrivateUsage]
     )
@@ -216,34 +216,34 @@ def _in_order_of_cutting(name: str, tensor: DTensor) -> list[int]:
             plain.append(axis)
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
-                f"{name} is spread over workers as {placement}: no worker holds its value.",
+                f"{name} is placed as {placement}: no worker holds its value.",
                 hint="State must be sharded or replicated; keep sums out of weights and buffers.",
             )
     for axis in strided:
-        dim = _cut_dim(tensor, axis)
-        after = [other for other in plain if other > axis and _cut_dim(tensor, other) == dim]
+        dim = _sharded_dim(tensor, axis)
+        after = [other for other in plain if other > axis and _sharded_dim(tensor, other) == dim]
         ways = prod(tensor.device_mesh.size(other) for other in after)
         if ways != cast("Any", tensor.placements[axis]).split_factor or len(strided) > 1:
-            raise CheckpointError(f"{name} is cut as {tensor.placements}, which is not one box.")
+            raise CheckpointError(f"{name} is sharded as {tensor.placements}, which is not one rectangular slice.")
     return [*plain, *strided]
 
 
-def _cut_dim(tensor: DTensor, axis: int) -> int:
+def _sharded_dim(tensor: DTensor, axis: int) -> int:
     return cast("Shard", tensor.placements[axis]).dim
 
 
 def find_aliases(model: nn.Module) -> dict[str, str]:
-    """The other names of tied weights → the name they stand under; asked of the whole model."""
+    """Alias → name of tied weights, for the full model."""
     return _tied(model.state_dict())[1]
 
 
 def weights_of(
     modules: Iterable[nn.Module], *, aliases: Mapping[str, str] | None = None
 ) -> dict[str, TensorShard]:
-    """Weights and persistent buffers of one or several stages, under whole-model names.
+    """Weights and persistent buffers of one or several stages, under names of the full model.
 
-    Tied weights stand once. ``aliases`` of the whole model give the parts of a tie that a pipeline
-    keeps on two workers the same name.
+    Tied weights appear once. ``aliases`` of the full model give both copies of a tied weight that a
+    pipeline keeps on two workers the same name.
     """
     shards: dict[str, TensorShard] = {}
     for module in modules:
@@ -254,9 +254,9 @@ def weights_of(
 
 
 def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    kept: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -265,30 +265,30 @@ def _tied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
             )
         local = local_of(value)
         key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride())
-        if local.numel() and key in seen:
-            aliases[name] = seen[key]
+        if local.numel() and key in names:
+            aliases[name] = names[key]
             continue
-        seen[key] = name
-        kept[name] = value
-    return kept, aliases
+        names[key] = name
+        tensors[name] = value
+    return tensors, aliases
 
 
 def fill(shards: Iterable[TensorShard], reader: ShardReader) -> None:
-    """Copy into the live tensors; nothing is touched where the state is another model's."""
-    wanted = list(shards)
-    check_fit(wanted, reader.specs())
+    """Copy into the live tensors; changes nothing if the state does not fit."""
+    targets = list(shards)
+    check_fit(targets, reader.specs())
     with torch.no_grad():
-        for shard in wanted:
+        for shard in targets:
             if not shard.region.is_empty:
                 shard.tensor.copy_(reader.read(shard.name, shard.region))
 
 
-def check_fit(wanted: Iterable[TensorShard], specs: Mapping[str, TensorSpec]) -> None:
-    """Refuse state that lacks a tensor, or has it in another shape."""
-    for shard in wanted:
-        found = specs.get(shard.name)
-        if found is None or found.shape != shard.shape:
-            has = "does not have it" if found is None else f"has {list(found.shape)}"
+def check_fit(targets: Iterable[TensorShard], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse state with a missing tensor, or another shape."""
+    for shard in targets:
+        spec = specs.get(shard.name)
+        if spec is None or spec.shape != shard.shape:
+            has = "does not have it" if spec is None else f"has {list(spec.shape)}"
             raise CheckpointError(
                 f"The state does not fit the model: {shard.name} is {list(shard.shape)} here, "
                 f"and the state {has}.",

@@ -1,9 +1,9 @@
-"""Scores that are cut over the vocabulary, and their cross-entropy.
+"""Logits sharded over the vocabulary, and their cross-entropy.
 
-torch's ``loss_parallel`` knows no label smoothing, wants the backward pass inside it too, and stays
-switched on when what runs inside it fails; so the loss is computed here.
+torch's ``loss_parallel`` has no label smoothing, needs the backward pass inside it, and stays enabled
+after an error inside it; so the loss is computed here.
 
-Shapes: N targets, V vocabulary, v the part of it that lies here.
+Shapes: N targets, V vocabulary, v the local part of it.
 """
 
 # ruff: noqa: N803, N806 - capital letters in names are shapes
@@ -29,30 +29,30 @@ _UNCOUNTED = -1
 
 
 @dataclass(slots=True)
-class Scores:
-    """What becomes of the scores that a cut head makes."""
+class LogitsHandling:
+    """How the logits of a sharded head are returned."""
 
     mesh: DeviceMesh
-    may_stay_cut: bool
-    are_kept_cut: bool = False
-    """Only while a loss is computed that knows how to read them."""
+    may_stay_sharded: bool
+    are_kept_sharded: bool = False
+    """Only inside a loss that supports sharded logits."""
 
-    def hand_out(self, cut: DTensor) -> Tensor:
-        """Whole and plain on every worker, or as they are."""
-        return cut if self.are_kept_cut else make_plain(cut)
+    def convert(self, cut: DTensor) -> Tensor:
+        """The logits, gathered on every worker unless kept sharded."""
+        return cut if self.are_kept_sharded else make_plain(cut)
 
 
 class HeadInput(Tensor):
-    """A plain tensor that can be multiplied with a cut weight: what enters the head of a model.
+    """A plain tensor that can be multiplied with a sharded weight: the input of a model's head.
 
     The head is a product that the model computes itself, with a weight that may be the embedding's:
-    there is no layer to put a hook on.
+    there is no layer for a hook.
     """
 
-    scores: Scores
+    scores: LogitsHandling
 
     @classmethod
-    def of(cls, x: Tensor, scores: Scores) -> HeadInput:
+    def of(cls, x: Tensor, scores: LogitsHandling) -> HeadInput:
         """The same values."""
         entering = x.as_subclass(cls)
         entering.scores = scores
@@ -66,18 +66,18 @@ class HeadInput(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Everything but that product sees a plain tensor."""
+        """All functions except that product see a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             if func is functional.linear and isinstance(args[1], DTensor):
                 x: HeadInput = args[0]
                 plain = x.as_subclass(Tensor)
-                whole = DTensor.from_local(plain, x.scores.mesh, [Replicate()], run_check=False)
-                return x.scores.hand_out(func(whole, *args[1:], **(kwargs or {})))
+                replicated = DTensor.from_local(plain, x.scores.mesh, [Replicate()], run_check=False)
+                return x.scores.convert(func(replicated, *args[1:], **(kwargs or {})))
             return func(*args, **(kwargs or {}))
 
 
-class CutLoss(TorchFunctionMode):
-    """While it is on, ``cross_entropy`` takes scores that are cut over the classes."""
+class ShardedLoss(TorchFunctionMode):
+    """Mode in which ``cross_entropy`` accepts logits sharded over the classes."""
 
     def __torch_function__(
         self,
@@ -86,13 +86,13 @@ class CutLoss(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Leave everything else as it is."""
+        """Intercept ``cross_entropy``; pass everything else through."""
         if func is functional.cross_entropy and isinstance(args[0], DTensor):
-            return cut_cross_entropy(*args, **(kwargs or {}))
+            return sharded_cross_entropy(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def cut_cross_entropy(
+def sharded_cross_entropy(
     input: DTensor,
     target: Tensor,
     *,
@@ -102,13 +102,13 @@ def cut_cross_entropy(
     label_smoothing: float = 0.0,
     **_: Any,
 ) -> Tensor:
-    """``cross_entropy`` of scores ``(N, V)`` of which each worker holds some of the columns.
+    """``cross_entropy`` of logits ``(N, V)`` sharded over the columns.
 
-    Scores that are not cut so, and what is asked for seldom, are computed on whole scores.
+    Other shardings and rare options are computed on gathered logits.
     """
     placement = input.placements[0]
-    is_cut = placement.is_shard(1) and input.ndim == 2 and target.ndim == 1
-    if not is_cut or weight is not None or reduction == "none":
+    is_sharded = placement.is_shard(1) and input.ndim == 2 and target.ndim == 1
+    if not is_sharded or weight is not None or reduction == "none":
         return functional.cross_entropy(
             make_plain(input),
             target,
@@ -119,19 +119,19 @@ def cut_cross_entropy(
         )
     counted_N = target != ignore_index
     target_N = target.where(counted_N, _UNCOUNTED)
-    total: Any = _CutCrossEntropy.apply(
+    total: Any = _ShardedCrossEntropy.apply(
         input.to_local(), target_N, label_smoothing, input.device_mesh
     )
     return total if reduction == "sum" else total / counted_N.sum()
 
 
 def make_plain(x: Tensor) -> Tensor:
-    """The whole of a tensor that may be cut, the same on every worker."""
+    """The full tensor of a possibly sharded one, the same on every worker."""
     return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """Two small sums over the workers instead of gathering all scores (Shoeybi et al. 2019, section 3)."""
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Two small all-reduces instead of gathering all logits (Shoeybi et al. 2019, section 3)."""
 
     @staticmethod
     def forward(
@@ -152,7 +152,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         shares_Nv /= total_N[:, None]
         log_N = top_N + total_N.log()
         loss_N = log_N - (1 - smoothing) * true_N
-        if smoothing:  # that much of the weight is spread over all classes
+        if smoothing:  # label smoothing spreads this weight over all classes
             loss_N -= smoothing / classes * all_N
         ctx.save_for_backward(shares_Nv, place_N, is_here_N, counted_N)
         ctx.smoothing, ctx.classes = smoothing, classes

@@ -1,4 +1,4 @@
-"""The workers of one generation: their process groups, and where this one stands."""
+"""The workers of one generation: process groups, and this worker's coordinates."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from yunlu.training.communication.transport import Transport
 
 NEVER_S = 24 * 3600.0
-"""Who hangs is found by the watchdog, long before this; a timeout of torch's would only blame the wrong one."""
-_LOOK_S = 0.25
-_KEPT_S = 60.0
+"""The watchdog detects hangs much earlier; torch's timeout would only blame the wrong worker."""
+_POLL_S = 0.25
+_KEEP_GROUPS_S = 60.0
 _MEET_S = 600.0
-"""Building a large model takes minutes; whoever is lost meanwhile is cut off before."""
+"""Building a large model takes minutes; lost workers are disconnected earlier."""
 
 
 @dataclass(kw_only=True)
 class World:
-    """Everyone who takes part in a step."""
+    """All workers that take part in a step."""
 
     layout: Layout
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Over the axes that split anything, in the order of ``AXES``."""
+    """Mesh over the axes of size above 1, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
-    """The connections to the others; ``disconnect`` ends them."""
+    """Connections to other workers; ``disconnect`` closes them."""
     is_disconnected: bool = False
     host: str = "127.0.0.1"
-    """Where the others reach this worker."""
+    """Address at which other workers reach this one."""
     async_obstacle: str = "nobody here can start servers"
-    """Why its workers cannot become asynchronous ones; empty where they can."""
+    """Why its workers cannot switch to asynchronous training; empty if they can."""
     can_exclude_workers: bool = False
-    """Whether a worker can step aside, and the others go on without it."""
+    """Whether stragglers can be excluded while the others continue."""
     _store: Any = None
     _wires: list[Transport] = field(default_factory=list[Any])
     _quick: Transport | None = None
@@ -61,31 +61,31 @@ class World:
 
     @property
     def place(self) -> RankCoordinates:
-        """Where this worker stands."""
+        """Coordinates of this worker in the layout."""
         return self.layout.place_of(self.rank)
 
     @property
     def replica(self) -> int:
-        """Which share of a step's samples is ours."""
+        """Index of this worker's replica."""
         return self.layout.replica_of(self.rank)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Where each worker is, as far as that matters: who shares an address shares a machine."""
+        """Host of each worker, by address."""
         return (self.host,) * self.layout.world if self._quick is None else self._quick.hosts
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker speaks for all."""
+        """Whether this worker has rank 0."""
         return self.rank == 0
 
     def axis(self, *names: str) -> DeviceMesh | None:
-        """The mesh of these axes, in the order of ``AXES``; none where none of them splits anything."""
+        """The mesh of these axes, in the order of ``AXES``; None if all have size 1."""
         wanted = tuple(name for name in AXES if name in names and self.layout.size_of(name) > 1)
         return None if self.mesh is None or not wanted else self.mesh[wanted]
 
     def group(self, *names: str) -> Any:
-        """The process group of these axes together; none where it would hold this worker alone."""
+        """The process group of these axes; None if it has only this worker."""
         mesh = self.axis(*names)
         if mesh is None:
             return None
@@ -97,7 +97,7 @@ class World:
         return self._joint[key]
 
     def sum_over_all(self, numbers: Tensor) -> Tensor:
-        """The sum over every worker, in place."""
+        """Sum over all workers, in place."""
         if self._quick is not None:
             self._sums = (self._sums + 1) % (1 << 32)
             doubling_allreduce(self._quick, numbers.view(-1), tag=self._sums)
@@ -108,76 +108,76 @@ class World:
         return numbers
 
     def adding(self, *names: str) -> Callable[[Tensor], object]:
-        """What leaves the sum of a short tensor over these axes in it."""
+        """A function that sums a short tensor over these axes, in place."""
         group = self.group(*names)
         if group is None:
-            return lambda numbers: numbers  # nobody else
+            return lambda numbers: numbers  # no other workers
         if group.size() == self.layout.world:
             return self.sum_over_all
         return partial(dist.all_reduce, group=group)
 
     def broadcast_numbers(self, *numbers: float) -> list[float]:
-        """The leader's numbers, for all; everyone gives as many."""
-        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return self.sum_over_all(told if self.is_leader else torch.zeros_like(told)).tolist()
+        """Broadcast the leader's numbers; all workers pass the same count."""
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self.sum_over_all(values if self.is_leader else torch.zeros_like(values)).tolist()
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the mean over all workers in each of these; of whole numbers, what the leader has."""
-        real = [each for each in tensors if each.is_floating_point()]
-        whole = [each for each in tensors if not each.is_floating_point()]
-        shares = ((real, torch.float32, 1.0 / self.layout.world), (whole, torch.int64, 1))
+        """Average these tensors over all workers, in place; integer tensors get the leader's values."""
+        real = [tensor for tensor in tensors if tensor.is_floating_point()]
+        integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        shares = ((real, torch.float32, 1.0 / self.layout.world), (integers, torch.int64, 1))
         for group, kind, factor in shares:
             if not group:
                 continue
-            total = torch.cat([each.detach().reshape(-1).to("cpu", kind) for each in group])
-            if group is whole and not self.is_leader:
+            total = torch.cat([tensor.detach().reshape(-1).to("cpu", kind) for tensor in group])
+            if group is integers and not self.is_leader:
                 total.zero_()
             self.sum_over_all(total)
-            parts = total.mul_(factor).split([each.numel() for each in group])
-            for each, part in zip(group, parts, strict=True):
-                each.copy_(part.view(each.shape))
+            parts = total.mul_(factor).split([tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     def gather(self, value: Any) -> list[Any]:
-        """What each worker tells, which is JSON, by rank."""
+        """JSON values of all workers, by rank."""
         return [value] if self.layout.is_single else gather_json(value)
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
-        """The tensors of one worker, for all."""
-        ours = tensors if self.rank == source else {}
-        held = [shard_of(name, tensor) for name, tensor in ours.items()]
-        found = {
+        """Broadcast the tensors of one worker."""
+        local = tensors if self.rank == source else {}
+        held = [shard_of(name, tensor) for name, tensor in local.items()]
+        received = {
             name: torch.empty(spec.shape, dtype=spec.dtype)
             for name, spec in gather_specs(held).items()
         }
-        redistribute(held, [shard_of(name, tensor) for name, tensor in found.items()])
-        return found
+        redistribute(held, [shard_of(name, tensor) for name, tensor in received.items()])
+        return received
 
     def wait_for(self, work: dist.Work) -> None:
-        """Wait for a collective; raise once the world is cut.
+        """Wait for a collective; raise once the world is disconnected.
 
-        gloo (torch 2.13) forgets a message whose receiver announced itself and was gone when it was
-        written: the collective then waits for ever, although its connection is closed.
+        gloo (torch 2.13) drops a message whose receiver announced itself and was gone when it was
+        written: the collective then blocks for ever, although its connection is closed.
         """
         if self.device.type == "cuda":
             work.wait()
             return
         while not work.is_completed():
             try:
-                work.wait(timedelta(seconds=_LOOK_S))
-            except RuntimeError:  # the time is over, or something went wrong: the last wait tells
+                work.wait(timedelta(seconds=_POLL_S))
+            except RuntimeError:  # timeout, or an error that the final wait raises
                 self._check_connected()
         work.wait()
 
     def open_transport(
         self, *, among: Sequence[int] | None = None, check: Callable[[], object] | None = None
     ) -> Transport:
-        """Connections of their own for one thread; everyone calls this at the same point.
+        """Open separate connections for one thread; all workers call this at the same point.
 
         Args:
             among: Only these workers, we among them; on the wire each has its place here as rank. Others
                 may at the same time open one among themselves.
-            check: May end the waiting for the others by raising.
+            check: May raise to abort the wait for other workers.
         """
         ranks = range(self.layout.world) if among is None else among
         transport = connect(
@@ -200,27 +200,27 @@ class World:
             raise dist.DistNetworkError("The connections were cut.")
 
     def disconnect(self, *, keep: Collection[int] = ()) -> None:
-        """End the connections to the others: whoever waits for them gets an error at once.
+        """Close the connections to other workers: pending waits fail immediately.
 
-        Called by another thread. gloo has no way to give up a collective that waits for a stopped
-        or unreachable worker; its sockets do. ``keep``: descriptors of connections that are not
-        the groups', made by that thread while they were formed.
+        Called by another thread. gloo cannot abort a collective that waits for a stopped or
+        unreachable worker; closing its sockets does. ``keep``: descriptors of connections that do not
+        belong to the groups, opened by that thread meanwhile.
         """
         self.is_disconnected = True
         for transport in list(self._wires):
             transport.abort()
-        for each in self.sockets:
-            if each.descriptor not in keep:
-                shut(each)
+        for connection in self.sockets:
+            if connection.descriptor not in keep:
+                shut(connection)
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Destroy the process groups."""
         if self._quick is not None:
             self._quick.close()
         self._quick = None
         if dist.is_initialized():
             if self.is_disconnected:
-                _keep_for_a_while(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
+                _keep_groups(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
         self.mesh = None
         self._joint.clear()
@@ -235,7 +235,7 @@ def form_world(
     host: str = "127.0.0.1",
     check: Callable[[], object] | None = None,
 ) -> World:
-    """Meet the others at the store; everyone calls this with the same layout.
+    """Form a world with the other workers; all call this with the same layout.
 
     ``host`` is the address at which the others reach this worker; ``check`` may end the waiting for
     them by raising.
@@ -243,7 +243,7 @@ def form_world(
     if layout.is_single:
         return World(layout=layout, rank=0, device=device)
     assert store is not None
-    _forget_meshes()
+    _clear_mesh_caches()
     before = open_sockets()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -257,31 +257,31 @@ def form_world(
     shape = tuple(layout.size_of(axis) for axis in names)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     world = World(layout=layout, rank=rank, device=device, mesh=mesh, host=host, _store=store)
-    world.group("dp", "fsdp")  # made now, by everyone at once
+    world.group("dp", "fsdp")  # created now, by all workers at once
     for axes in [*((name,) for name in names), ("dp", "fsdp")]:
-        _wait_for_ever(world.group(*axes))
+        _disable_timeout(world.group(*axes))
     if device.type == "cpu":
-        # A few numbers take gloo milliseconds over a network, and a wait in it may never end.
+        # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
         world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
     world.sockets = frozenset(open_sockets() - before)
     return world
 
 
-def _keep_for_a_while(groups: list[Any]) -> None:
-    """Let another thread be the last to hold these groups.
+def _keep_groups(groups: list[Any]) -> None:
+    """Let another thread drop the last reference to these groups.
 
-    Whoever drops a group waits for its collectives, and one of a cut group may never end.
+    Dropping a group waits for its collectives, and those of a disconnected group may never end.
     """
-    timer = threading.Timer(_KEPT_S, groups.clear)
+    timer = threading.Timer(_KEEP_GROUPS_S, groups.clear)
     timer.daemon = True
     timer.start()
 
 
-def _forget_meshes() -> None:
-    """Empty what torch remembers of meshes: one of the next generation may look the same.
+def _clear_mesh_caches() -> None:
+    """Clear torch's mesh caches: a mesh of the next generation may compare equal.
 
-    To torch two meshes of the same ranks and names are equal, also when the groups of the first are
-    gone; cut tensors would then be sent through those.
+    Torch treats two meshes of the same ranks and names as equal, even if the groups of the first are
+    gone; distributed tensors would then use those groups.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -294,8 +294,8 @@ def _forget_meshes() -> None:
     planners._gen_transform_infos.cache_clear()
 
 
-def _wait_for_ever(group: Any) -> None:
-    """Groups within the first one do not inherit its patience."""
+def _disable_timeout(group: Any) -> None:
+    """Subgroups do not inherit the timeout of the default group."""
     if group is None:
         return
     set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]

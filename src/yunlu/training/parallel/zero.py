@@ -1,4 +1,4 @@
-"""The optimiser's state shared out among replicas (Rajbhandari et al. 2020, stage 1)."""
+"""ZeRO stage 1: optimiser state partitioned over replicas (Rajbhandari et al. 2020)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SMALL_BYTES = 1 << 18
-"""Smaller weights travel together; a larger one straight from and to its own memory."""
+"""Smaller weights are packed together; larger ones are sent in place."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What one owner sends at a time."""
+class _Broadcast:
+    """One broadcast of an owner."""
 
     owner: int
     flat: Tensor
     views: list[Tensor]
-    """Of the small weights in it; empty where ``flat`` is the weight itself."""
+    """Views of the small weights in it; empty if ``flat`` is the weight itself."""
     weights: list[Tensor]
 
 
 class OwnedWeights:
-    """Each weight is updated by one replica, which sends it to the others.
+    """Each weight is updated by one replica, which broadcasts it to the others.
 
-    All replicas keep all gradients, summed; the optimiser is built over ``owned`` alone, and
+    All replicas hold all summed gradients; the optimiser is built over ``owned`` only, and
     ``publish()`` follows each of its steps.
 
     Args:
@@ -47,33 +47,33 @@ class OwnedWeights:
         locals_ = [local_of(weight).detach() for weight in weights]
         sizes = [local.nbytes for local in locals_]
         self.owners: tuple[int, ...] = choose_owners(sizes, dist.get_world_size(group))
-        """Of each weight, as ranks of the group."""
+        """Owner of each weight, as a rank of the group."""
         self.owned: list[Tensor] = [
             weight for weight, owner in zip(weights, self.owners, strict=True) if owner == self._me
         ]
-        """What this replica updates, in the order given."""
-        self._parcels = _pack(locals_, self.owners)
+        """Weights that this replica updates."""
+        self._broadcasts = _pack(locals_, self.owners)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring every weight from its owner to all."""
+        """Broadcast every weight from its owner."""
         works: list[dist.Work] = []
-        for parcel in self._parcels:
-            if parcel.owner == self._me:
-                _copy(parcel.views, parcel.weights)
+        for broadcast in self._broadcasts:
+            if broadcast.owner == self._me:
+                _copy(broadcast.views, broadcast.weights)
             work = dist.broadcast(
-                parcel.flat, group=self._group, group_src=parcel.owner, async_op=True
+                broadcast.flat, group=self._group, group_src=broadcast.owner, async_op=True
             )
             assert work is not None
             works.append(work)
-        for work, parcel in zip(works, self._parcels, strict=True):
+        for work, broadcast in zip(works, self._broadcasts, strict=True):
             work.wait()
-            if parcel.owner != self._me:
-                _copy(parcel.weights, parcel.views)
+            if broadcast.owner != self._me:
+                _copy(broadcast.weights, broadcast.views)
 
 
 def choose_owners(sizes: Sequence[int], replicas: int) -> tuple[int, ...]:
-    """The largest first, each to who has least; the same wherever it is computed."""
+    """Assign weights to replicas: the largest first, to the least loaded; deterministic."""
     loads = [0] * replicas
     owners = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -83,23 +83,23 @@ def choose_owners(sizes: Sequence[int], replicas: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def _pack(weights: Sequence[Tensor], owners: Sequence[int]) -> list[_Parcel]:
-    parcels: list[_Parcel] = []
+def _pack(weights: Sequence[Tensor], owners: Sequence[int]) -> list[_Broadcast]:
+    broadcasts: list[_Broadcast] = []
     small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for weight, owner in zip(weights, owners, strict=True):
         if weight.nbytes >= _SMALL_BYTES and weight.is_contiguous():
-            parcels.append(_Parcel(owner, weight, [], []))
+            broadcasts.append(_Broadcast(owner, weight, [], []))
         else:
             small.setdefault((owner, weight.dtype), []).append(weight)
-    for (owner, dtype), together in small.items():
-        sizes = [weight.numel() for weight in together]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=together[0].device)
+    for (owner, dtype), weights_of_owner in small.items():
+        sizes = [weight.numel() for weight in weights_of_owner]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=weights_of_owner[0].device)
         views = [
             view.view(weight.shape)
-            for view, weight in zip(flat.split(sizes), together, strict=True)
+            for view, weight in zip(flat.split(sizes), weights_of_owner, strict=True)
         ]
-        parcels.append(_Parcel(owner, flat, views, together))
-    return parcels
+        broadcasts.append(_Broadcast(owner, flat, views, weights_of_owner))
+    return broadcasts
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -17,18 +17,18 @@ import numpy as np
 from scipy.special import ndtr
 
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.history import Past, imagine_failures, make_scale, observe
-from yunlu.tuning.methods.race import find_stations, may_rise, next_station, rank
-from yunlu.tuning.methods.surrogate import Posterior, Traits, ask, fit_traits
-from yunlu.tuning.methods.survey import Paces, Survey
-from yunlu.tuning.values import Begin, End, GoOn, Judged, Verdict, Wait
+from yunlu.tuning.methods.history import PastTrials, imagine_failures, make_scale, observe
+from yunlu.tuning.methods.successive_halving import find_stations, may_rise, next_station, rank
+from yunlu.tuning.methods.surrogate import Posterior, KernelParams, ask, fit_kernel
+from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
+from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, Verdict, WaitForResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.tuning.values import Dimension, Move, Params, Stand, Trial
+    from yunlu.tuning.values import Dimension, Action, Params, StudySnapshot, Trial
 
     Array = NDArray[np.float64]
     Indices = NDArray[np.intp]
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class FrontierParams:
     """What was set by trying (on TaskSet's curves only)."""
 
     opening: int = 3
@@ -81,69 +81,69 @@ class Frontier:
         seed: int,
         allowed: Callable[[Params], bool] | None = None,
         past: Sequence[Trial] = (),
-        habits: Habits | None = None,
+        habits: FrontierParams | None = None,
     ) -> None:
         """Search these dimensions; ``past``: trials of earlier studies, the same field names."""
         self.encoder = Encoder(dimensions)
         self.seed = seed
-        self.habits = habits or Habits()
-        self.past = Past(past, self.encoder, seed=seed)
+        self.habits = habits or FrontierParams()
+        self.past = PastTrials(past, self.encoder, seed=seed)
         self._allowed = allowed
-        self._survey = Survey(self.encoder, seed=seed)
+        self._survey = TrialTable(self.encoder, seed=seed)
         self._openings: list[Params] = []
         # What was worked out last, by what it was worked out from: saves time, decides nothing.
-        self._fitted: tuple[object, Traits] | None = None
+        self._fitted: tuple[object, KernelParams] | None = None
         self._decided: tuple[object, _Decision] | None = None
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """What is done with a free place."""
         return self._decide(stand, None).move
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """Whether a trial goes on after its newest evaluation."""
         stations = self._find_stations(stand)
         survey = self._survey.look(stand.trials, stations)
         row = survey.row(number)
         rung, until = int(survey.rungs[row]), int(survey.untils[row])
         if not np.isfinite(survey.newest(row)):
-            return Judged(Verdict.PRUNE, reason="its value is not a number")
+            return Judgement(Verdict.PRUNE, reason="its value is not a number")
         if rung < until or rung >= stand.rungs:
-            return Judged(Verdict.GO_ON, until=until)
+            return Judgement(Verdict.GO_ON, until=until)
         return self._race(row, stand, survey, stations) or self._weigh(number, stand)
 
-    def _race(self, row: int, stand: Stand, survey: Survey, stations: list[int]) -> Judged | None:
+    def _race(self, row: int, stand: StudySnapshot, survey: TrialTable, stations: list[int]) -> Judgement | None:
         """The verdict where it is clear without the model."""
         rows, rung = np.array([row]), int(survey.rungs[row])
         better, of = (int(each[0]) for each in rank(survey, rows, stations))
         place = f"{better} of {of} were better at rung {rung}"
         if of >= _ENOUGH and better >= 0.75 * of:
-            return Judged(Verdict.PRUNE, reason=place)
+            return Judgement(Verdict.PRUNE, reason=place)
         if self._is_leading(survey, row, stand):
-            return Judged(
+            return Judgement(
                 Verdict.GO_ON, until=next_station(stations, rung), reason="the best so far"
             )
         if not may_rise(survey, rows, stations, self.habits.halving)[0]:
-            return Judged(Verdict.HOLD, reason=place)
+            return Judgement(Verdict.HOLD, reason=place)
         return None
 
-    def _weigh(self, number: int, stand: Stand) -> Judged:
+    def _weigh(self, number: int, stand: StudySnapshot) -> Judgement:
         decision = self._decide(stand, number)
-        if isinstance(decision.move, GoOn) and decision.move.number == number:
-            return Judged(Verdict.GO_ON, until=decision.move.until)
+        if isinstance(decision.move, Continue) and decision.move.number == number:
+            return Judgement(Verdict.GO_ON, until=decision.move.until)
         if decision.is_hopeless:
-            return Judged(Verdict.PRUNE, reason="not expected to become the best any more")
-        return Judged(Verdict.HOLD, reason="others are expected to gain more")
+            return Judgement(Verdict.PRUNE, reason="not expected to become the best any more")
+        return Judgement(Verdict.HOLD, reason="others are expected to gain more")
 
-    def _is_leading(self, survey: Survey, row: int, stand: Stand) -> bool:
+    def _is_leading(self, survey: TrialTable, row: int, stand: StudySnapshot) -> bool:
         """Whether it has just become better than all others, and has time to go on."""
         best, before = float(survey.bests[row]), survey.best_at(row, int(survey.rungs[row]) - 1)
         has_time = stand.seconds_left is None or stand.seconds_left > survey.paces[row]
         return bool(best <= survey.bests.min() and best < before[1] and has_time)
 
-    def _find_stations(self, stand: Stand) -> list[int]:
+    def _find_stations(self, stand: StudySnapshot) -> list[int]:
         return find_stations(stand.rungs, self.habits.first, self.habits.growth)
 
-    def _decide(self, stand: Stand, judged: int | None) -> _Decision:
+    def _decide(self, stand: StudySnapshot, judged: int | None) -> _Decision:
         stations = self._find_stations(stand)
         survey = self._survey.look(stand.trials, stations)
         may_begin = stand.trials_left is None or stand.trials_left > 0
@@ -155,13 +155,13 @@ class Frontier:
             self._decided = (key, search.decide(may_begin=may_begin))
         return self._decided[1]
 
-    def _count_openings(self, stand: Stand) -> int:
+    def _count_openings(self, stand: StudySnapshot) -> int:
         usual = min(self.habits.opening * len(self.encoder.dimensions), 32)
         if stand.trials_left is not None:
             usual = min(usual, (len(stand.trials) + stand.trials_left) // 3)
         return max(usual, stand.workers)
 
-    def _open(self, number: int, until: int) -> Move:
+    def _open(self, number: int, until: int) -> Action:
         """The first trials: the best of earlier studies, then settings spread evenly."""
         if number >= len(self._openings):
             wanted = number + 32
@@ -171,9 +171,9 @@ class Frontier:
             found = [each for each in [*self.past.best, *evenly] if self.allows(each)]
             self._openings = found[:wanted]
         if number < len(self._openings):
-            return Begin(self._openings[number], until)
+            return StartTrial(self._openings[number], until)
         params = self.draw(np.random.default_rng([self.seed, number]))
-        return Begin(params, until) if params else End(_NOTHING_ALLOWED)
+        return StartTrial(params, until) if params else EndStudy(_NOTHING_ALLOWED)
 
     def allows(self, params: Params) -> bool:
         """Whether the user's constraints hold."""
@@ -190,7 +190,7 @@ class Frontier:
                     return params
         return None
 
-    def learn(self, survey: Survey) -> Traits:
+    def learn(self, survey: TrialTable) -> KernelParams:
         """What is typical of these curves, from a few that change seldom: fitting takes long."""
         rows = np.flatnonzero(np.isfinite(survey.bests))
         early = rows[rows < _round_down(survey.count)]
@@ -205,7 +205,7 @@ class Frontier:
             pairs = zip(rows.tolist(), floors.tolist(), strict=True)
             values = np.array([survey.best_at(row, floor)[1] for row, floor in pairs])
             seen, _ = observe(survey, rows, floors, make_scale(values))
-            self._fitted = (key, fit_traits(seen, self.encoder.owners))
+            self._fitted = (key, fit_kernel(seen, self.encoder.owners))
         return self._fitted[1]
 
 
@@ -216,7 +216,7 @@ _NOTHING_ALLOWED = "no setting was found that the constraints allow"
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    move: Move
+    move: Action
     is_hopeless: bool = False
     """Of the trial that is judged."""
 
@@ -227,8 +227,8 @@ class _Search:
     def __init__(
         self,
         method: Frontier,
-        survey: Survey,
-        stand: Stand,
+        survey: TrialTable,
+        stand: StudySnapshot,
         *,
         stations: list[int],
         judged: int | None,
@@ -256,26 +256,26 @@ class _Search:
         self._model()
         row, gain, hope = self._find_held()
         fresh = self._find_fresh() if may_begin else None
-        move: Move
+        move: Action
         if fresh is not None and fresh[1] > gain:
-            move = Begin(fresh[0], self._stations[0])
+            move = StartTrial(fresh[0], self._stations[0])
         elif row >= 0:
             until = next_station(self._stations, int(self._survey.rungs[row]))
-            move = GoOn(self._survey.number(row), until)
+            move = Continue(self._survey.number(row), until)
         elif self._running.any():
-            move = Wait()
+            move = WaitForResults()
         else:
-            move = End(_NOTHING_LEFT if may_begin else _ALL_MADE)
+            move = EndStudy(_NOTHING_LEFT if may_begin else _ALL_MADE)
         return _Decision(move, is_hopeless=hope < -_HOPELESS)
 
-    def _grope(self, *, may_begin: bool) -> Move:
+    def _grope(self, *, may_begin: bool) -> Action:
         """Before any value was told there is nothing to learn from."""
         params = self._method.draw(self._rng) if may_begin else None
         if params:
-            return Begin(params, self._stations[0])
+            return StartTrial(params, self._stations[0])
         if self._running.any():
-            return Wait()
-        return End(_NOTHING_ALLOWED if may_begin else "no trial told a value")
+            return WaitForResults()
+        return EndStudy(_NOTHING_ALLOWED if may_begin else "no trial told a value")
 
     def _model(self) -> None:
         survey = self._survey
@@ -332,7 +332,7 @@ class _Search:
     def _find_fresh(self) -> tuple[Params, float] | None:
         """A setting to begin, and its gain."""
         survey, rng, n = self._survey, self._rng, self._habits.candidates
-        self._paces = Paces(survey)
+        self._paces = RungTimeModel(survey)
         units = rng.random((n, len(self._encoder.dimensions)))
         units[1::2] = self._encoder.lean(units[1::2])
         top = np.argsort(survey.bests, kind="stable")[:8]

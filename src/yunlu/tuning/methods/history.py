@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import ndtri
 
-from yunlu.tuning.methods.surrogate import Observations
-from yunlu.tuning.methods.survey import Survey
+from yunlu.tuning.methods.surrogate import CurveObservations
+from yunlu.tuning.methods.trial_table import TrialTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ _REMEMBERED = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class RankScale:
     """Values by their rank among those of the trials, as a normal distribution would have it.
 
     Diverged runs and the metric's own unit then make no difference.
@@ -45,16 +45,16 @@ class Scale:
         return (np.interp(values, self.knots, self.heights) - self.mean) / self.deviation
 
 
-def make_scale(values: Array) -> Scale:
+def make_scale(values: Array) -> RankScale:
     """From the values of trials; those that are not finite do not count."""
     knots = np.unique(values[np.isfinite(values)])
     knots = knots if len(knots) else np.zeros(1)
-    return Scale(knots, ndtri((np.arange(len(knots)) + 0.5) / len(knots)))
+    return RankScale(knots, ndtri((np.arange(len(knots)) + 0.5) / len(knots)))
 
 
 def observe(
-    survey: Survey, rows: Indices, rungs: Indices, scale: Scale
-) -> tuple[Observations, Scale]:
+    survey: TrialTable, rows: Indices, rungs: Indices, scale: RankScale
+) -> tuple[CurveObservations, RankScale]:
     """Each of these trials at a rung and at half of it, and the scale on which they vary by 1.
 
     Two points tell whether a curve still falls.
@@ -69,7 +69,7 @@ def observe(
     trials = np.array([each[0] for each in found], dtype=np.intp)
     raw = scale.rate(np.array([each[2] for each in found]))
     scale = replace(scale, mean=float(raw.mean()), deviation=float(raw.std()) or 1.0)
-    seen = Observations(
+    seen = CurveObservations(
         survey.features[trials],
         np.log([each[1] for each in found]),
         trials,
@@ -79,13 +79,13 @@ def observe(
     return seen, scale
 
 
-def imagine_failures(survey: Survey, seen: Observations, rungs: int) -> Observations:
+def imagine_failures(survey: TrialTable, seen: CurveObservations, rungs: int) -> CurveObservations:
     """Trials that failed before they told anything, as bad as the worst that was seen."""
     rows = np.flatnonzero(survey.failed)[-_REMEMBERED:]
     if not len(rows):
         return seen
     return seen.join(
-        Observations(
+        CurveObservations(
             survey.features[rows],
             np.full(len(rows), np.log(rungs)),
             rows,
@@ -95,12 +95,12 @@ def imagine_failures(survey: Survey, seen: Observations, rungs: int) -> Observat
     )
 
 
-class Past:
+class PastTrials:
     """Trials of earlier studies: less trusted than our own."""
 
     def __init__(self, trials: Sequence[Trial], encoder: Encoder, *, seed: int) -> None:
         """Those that told a value."""
-        survey = Survey(encoder, seed=seed).look(trials, [1])
+        survey = TrialTable(encoder, seed=seed).look(trials, [1])
         rows = np.flatnonzero(np.isfinite(survey.bests))
         order = rows[np.argsort(survey.bests[rows], kind="stable")]
         rest = order[_REMEMBERED:]
@@ -112,13 +112,13 @@ class Past:
         self._share = survey.rungs[rows] / max(int(survey.rungs.max(initial=1)), 1)
         self._heights = make_scale(survey.bests[rows]).rate(survey.bests[rows])
 
-    def join(self, seen: Observations, scale: Scale, rungs: int) -> Observations:
+    def join(self, seen: CurveObservations, scale: RankScale, rungs: int) -> CurveObservations:
         """Observations and these, on the scale of the others."""
         if not self.best:
             return seen
         strangers = np.full(len(self._heights), -1, dtype=np.intp)
         return seen.join(
-            Observations(
+            CurveObservations(
                 self._features,
                 np.log(np.maximum(self._share * rungs, 1.0)),
                 strangers,

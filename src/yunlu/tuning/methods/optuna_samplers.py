@@ -13,8 +13,8 @@ from optuna.study import Study
 from optuna.trial import TrialState as OptunaState
 
 from yunlu.core.errors import missing_part
-from yunlu.tuning.methods.samplers import Draws, has_result, mix_seed, rank_values, result_of
-from yunlu.tuning.methods.shelf import NAME, Shelf, make_frozen
+from yunlu.tuning.methods.samplers import SettingDraws, has_result, mix_seed, rank_values, result_of
+from yunlu.tuning.methods.read_only_storage import NAME, ReadOnlyStorage, make_frozen
 from yunlu.tuning.space import list_values
 from yunlu.tuning.values import TrialState
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
 
-    from yunlu.tuning.values import Dimension, Params, ParamValue, Stand, Trial
+    from yunlu.tuning.values import Dimension, Params, ParamValue, StudySnapshot, Trial
 
 Kind = Literal["tpe", "gp", "nsga2"]
 
@@ -60,7 +60,7 @@ class OptunaSampler:
     def __init__(
         self,
         kind: Kind,
-        draws: Draws,
+        draws: SettingDraws,
         *,
         seed: int,
         objectives: int = 1,
@@ -82,7 +82,7 @@ class OptunaSampler:
         self._is_conditional = any(d.when for d in draws.dimensions)
         self._frozen: dict[int, tuple[Trial, float, FrozenTrial]] = {}
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The next one."""
         number = len(stand.trials)
         taken = self._draws.taken(stand.trials)
@@ -99,7 +99,7 @@ class OptunaSampler:
     def _ask(self, trials: list[FrozenTrial], seed: int) -> Params:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            shelf = Shelf(trials, objectives=self._objectives)
+            shelf = ReadOnlyStorage(trials, objectives=self._objectives)
             study = Study(NAME, shelf, sampler=self._make(seed))
             return self._walk(study)
 

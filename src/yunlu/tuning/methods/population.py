@@ -15,14 +15,14 @@ import numpy as np
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.samplers import mix_seed
 from yunlu.tuning.methods.stopping import find_trial, value_at
-from yunlu.tuning.space import present
-from yunlu.tuning.values import Begin, End, GoOn, Judged, TrialState, Verdict, Wait
+from yunlu.tuning.space import drop_absent
+from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, TrialState, Verdict, WaitForResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.tuning.methods.samplers import Sampler
-    from yunlu.tuning.values import Dimension, Move, Params, ParamValue, Stand, Trial
+    from yunlu.tuning.values import Dimension, Action, Params, ParamValue, StudySnapshot, Trial
 
 _FACTORS = (0.8, 1.2)
 """How a number is varied, as published."""
@@ -32,7 +32,7 @@ _KEPT = ("train.optimizer.name", "train.epochs", "train.steps", "train.evaluate"
 """Fields of ``train`` that a checkpoint cannot go on without; other sections' are all such."""
 
 
-class Population:
+class PopulationBasedTraining:
     """Members that learn from each other."""
 
     def __init__(
@@ -55,15 +55,15 @@ class Population:
         self._share = share
         self._allowed = allowed
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """A founder, a copy, or the next stretch of a member."""
         if stand.seconds_left is not None and stand.seconds_left <= 0:
-            return End("the time is over")
+            return EndStudy("the time is over")
         founders = [trial for trial in stand.trials if trial.copied_from is None]
         if len(founders) < self._size and stand.trials_left != 0:
             params = self._sampler.suggest(stand)
             if params is not None:
-                return Begin(params, min(self._every, stand.rungs))
+                return StartTrial(params, min(self._every, stand.rungs))
         members = founders
         for level in range(self._every, stand.rungs, self._every):
             if any(not trial.state.is_over and trial.rung < level for trial in members):
@@ -73,24 +73,24 @@ class Population:
                 return move
         return self._train_on(members, stand.rungs)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """It rests at each comparison until the others have come as far."""
         trial = find_trial(number, stand)
         if trial.rung < trial.until or trial.rung >= stand.rungs:
-            return Judged(Verdict.GO_ON, until=trial.until)
-        return Judged(Verdict.HOLD, reason="compared when the others have come as far")
+            return Judgement(Verdict.GO_ON, until=trial.until)
+        return Judgement(Verdict.HOLD, reason="compared when the others have come as far")
 
-    def _train_on(self, members: list[Trial], level: int) -> Move:
+    def _train_on(self, members: list[Trial], level: int) -> Action:
         held = [t for t in members if t.state is TrialState.HELD and t.rung < level]
         if held:
-            return GoOn(held[0].number, level)
+            return Continue(held[0].number, level)
         if all(trial.state.is_over for trial in members):
-            return End(f"the population of {len(members)} is trained")
-        return Wait()
+            return EndStudy(f"the population of {len(members)} is trained")
+        return WaitForResults()
 
     def _renew(
-        self, members: list[Trial], level: int, stand: Stand
-    ) -> tuple[Move | None, list[Trial]]:
+        self, members: list[Trial], level: int, stand: StudySnapshot
+    ) -> tuple[Action | None, list[Trial]]:
         """The next copy to begin at the level, if any; and who trains on from there."""
         ranked = sorted(
             (t for t in members if t.rung >= level and t.state is not TrialState.FAILED),
@@ -104,7 +104,7 @@ class Population:
             model = ranked[len(copies)]
             params = self._vary(model.params, mix_seed(self._seed, len(stand.trials)))
             until = min(level + self._every, stand.rungs)
-            return Begin(params, until, copy_from=(model.number, level)), []
+            return StartTrial(params, until, copy_from=(model.number, level)), []
         left = {trial.number for trial in ranked[len(ranked) - len(copies) :]}
         return None, [*(t for t in ranked if t.number not in left), *copies]
 
@@ -116,7 +116,7 @@ class Population:
             for dimension in self._dimensions:
                 if dimension.name in varied and is_variable(dimension.name):
                     varied[dimension.name] = _vary_one(dimension, varied[dimension.name], rng)
-            varied = present(varied, self._dimensions)
+            varied = drop_absent(varied, self._dimensions)
             if varied.keys() == params.keys() and (self._allowed is None or self._allowed(varied)):
                 return varied
         return dict(params)

@@ -13,7 +13,7 @@ import numpy as np
 
 from yunlu.core.errors import missing_part
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.listed import list_settings
+from yunlu.tuning.methods.grid import list_settings
 from yunlu.tuning.space import count_settings, key_of
 from yunlu.tuning.values import TrialState
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.tuning.values import Dimension, Params, ParamValue, Stand, Trial
+    from yunlu.tuning.values import Dimension, Params, ParamValue, StudySnapshot, Trial
 
 _BATCHES = (1, 16, 256, 2048, 16_384)
 """Draws before it counts as impossible to find an allowed setting that is new."""
@@ -37,7 +37,7 @@ _MOST_SPREAD = 1 << 14
 class Sampler(Protocol):
     """A way of finding settings."""
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The setting of the next trial; None where there is none left."""
         ...
 
@@ -58,7 +58,7 @@ def mix_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
-class Draws:
+class SettingDraws:
     """Settings at random that are allowed and new."""
 
     def __init__(
@@ -116,24 +116,24 @@ class Draws:
         return next((params for params in settings if self.accepts(params, taken)), None)
 
 
-class Random:
+class RandomSampler:
     """Each setting drawn by itself."""
 
-    def __init__(self, draws: Draws, *, seed: int) -> None:
+    def __init__(self, draws: SettingDraws, *, seed: int) -> None:
         """With these draws."""
         self._draws = draws
         self._seed = seed
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The next one."""
         seed = mix_seed(self._seed, len(stand.trials))
         return self._draws.draw(seed, self._draws.taken(stand.trials))
 
 
-class Sobol:
+class SobolSampler:
     """Settings that spread evenly: a scrambled Sobol sequence (Owen 1998)."""
 
-    def __init__(self, draws: Draws, *, seed: int) -> None:
+    def __init__(self, draws: SettingDraws, *, seed: int) -> None:
         """With these draws."""
         self._draws = draws
         self._seed = seed
@@ -142,7 +142,7 @@ class Sobol:
         self._units = np.empty((0, len(draws.dimensions)))
         self._passed = 0
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The next of the sequence; what is not allowed is passed over."""
         number = len(stand.trials)
         while number >= len(self._sequence) and self._passed < self._draws.enough:
@@ -165,7 +165,7 @@ class Sobol:
                 self._came.add(key_of(params))
 
 
-class CmaEs:
+class CmaEsSampler:
     """A covariance that adapts to what was good (Hansen 2016); restarts with twice the population.
 
     On the library that Optuna's own sampler calls: that one keeps its state beside the trials,
@@ -173,7 +173,7 @@ class CmaEs:
     drawn at random.
     """
 
-    def __init__(self, draws: Draws, *, seed: int, past: Sequence[Trial] = ()) -> None:
+    def __init__(self, draws: SettingDraws, *, seed: int, past: Sequence[Trial] = ()) -> None:
         """With these draws, told of these earlier trials first."""
         if find_spec("cmaes") is None:
             raise missing_part("cmaes", "tune", "The method cmaes")
@@ -188,7 +188,7 @@ class CmaEs:
         if not self._places:
             raise ValueError("cmaes needs a range that always exists")
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The next one."""
         number = len(stand.trials)
         taken = self._draws.taken(stand.trials)

@@ -9,13 +9,13 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.tuning.values import Begin, End, GoOn, Judged, TrialState, Verdict, Wait
+from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, TrialState, Verdict, WaitForResults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.tuning.methods.samplers import Sampler
-    from yunlu.tuning.values import Move, Stand, Trial
+    from yunlu.tuning.values import Action, StudySnapshot, Trial
 
 
 class Stopping(Protocol):
@@ -25,20 +25,20 @@ class Stopping(Protocol):
         """How far the trial with this number may run at first."""
         ...
 
-    def judge(self, trial: Trial, stand: Stand) -> Judged:
+    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
         """What becomes of a running trial after its newest evaluation."""
         ...
 
-    def promote(self, stand: Stand) -> GoOn | None:
+    def promote(self, stand: StudySnapshot) -> Continue | None:
         """A held trial that has earned to go on."""
         ...
 
-    def finish(self, stand: Stand) -> GoOn | None:
+    def finish(self, stand: StudySnapshot) -> Continue | None:
         """A held trial worth finishing when nothing else is left to do."""
         ...
 
 
-class Composed:
+class SamplerWithStopping:
     """A method from a way of finding settings and a rule of how far to train them."""
 
     def __init__(self, sampler: Sampler, stopping: Stopping) -> None:
@@ -46,10 +46,10 @@ class Composed:
         self._sampler = sampler
         self._stopping = stopping
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """Let a good one go on, else begin another."""
         if stand.seconds_left is not None and stand.seconds_left <= 0:
-            return End("the time is over")
+            return EndStudy("the time is over")
         if promoted := self._stopping.promote(stand):
             return promoted
         if stand.trials_left == 0:
@@ -57,40 +57,40 @@ class Composed:
         params = self._sampler.suggest(stand)
         if params is None:
             return self._close(stand, "every setting was tried")
-        return Begin(params, self._stopping.first_until(len(stand.trials), stand.rungs))
+        return StartTrial(params, self._stopping.first_until(len(stand.trials), stand.rungs))
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """By the rule."""
         return self._stopping.judge(find_trial(number, stand), stand)
 
-    def _close(self, stand: Stand, reason: str) -> Move:
+    def _close(self, stand: StudySnapshot, reason: str) -> Action:
         if any(t.state in {TrialState.RUNNING, TrialState.WAITING} for t in stand.trials):
-            return Wait()
-        return self._stopping.finish(stand) or End(reason)
+            return WaitForResults()
+        return self._stopping.finish(stand) or EndStudy(reason)
 
 
-class Whole:
+class NoStopping:
     """Every trial is trained to its end."""
 
     def first_until(self, number: int, rungs: int) -> int:  # noqa: ARG002
         """The end."""
         return rungs
 
-    def judge(self, trial: Trial, stand: Stand) -> Judged:  # noqa: ARG002
+    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:  # noqa: ARG002
         """It goes on."""
-        return Judged(Verdict.GO_ON, until=stand.rungs)
+        return Judgement(Verdict.GO_ON, until=stand.rungs)
 
-    def promote(self, stand: Stand) -> GoOn | None:
+    def promote(self, stand: StudySnapshot) -> Continue | None:
         """What was held by somebody else."""
         held = next((t for t in stand.trials if t.state is TrialState.HELD), None)
-        return None if held is None else GoOn(held.number, stand.rungs)
+        return None if held is None else Continue(held.number, stand.rungs)
 
-    def finish(self, stand: Stand) -> GoOn | None:  # noqa: ARG002
+    def finish(self, stand: StudySnapshot) -> Continue | None:  # noqa: ARG002
         """Nothing is held."""
         return None
 
 
-class Median(Whole):
+class MedianStopping(NoStopping):
     """Given up where its best so far is worse than the others' median up to the same rung.
 
     The rule of Golovin et al. (2017, Vizier): the others count with the mean of their course.
@@ -101,7 +101,7 @@ class Median(Whole):
         self._first = first
         self._trials = trials
 
-    def judge(self, trial: Trial, stand: Stand) -> Judged:
+    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
         """Compared with all that have come as far."""
         if trial.rung < self._first:
             return super().judge(trial, stand)
@@ -116,10 +116,10 @@ class Median(Whole):
         median = means[middle] if len(means) % 2 else (means[middle - 1] + means[middle]) / 2
         if best_of(trial) <= median:
             return super().judge(trial, stand)
-        return Judged(Verdict.PRUNE, reason=f"its best is worse than the median of {len(means)}")
+        return Judgement(Verdict.PRUNE, reason=f"its best is worse than the median of {len(means)}")
 
 
-class Patience(Whole):
+class PatienceStopping(NoStopping):
     """Given up where so many evaluations brought nothing better."""
 
     def __init__(self, *, patience: int = 5, min_delta: float = 0.0) -> None:
@@ -127,7 +127,7 @@ class Patience(Whole):
         self._patience = patience
         self._min_delta = min_delta
 
-    def judge(self, trial: Trial, stand: Stand) -> Judged:
+    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
         """By its own course."""
         best, waited = math.inf, 0
         for point in trial.points:
@@ -137,12 +137,12 @@ class Patience(Whole):
                 waited += 1
         if waited < self._patience:
             return super().judge(trial, stand)
-        return Judged(
+        return Judgement(
             Verdict.PRUNE, reason=f"no better for {waited} evaluation{'s' * (waited != 1)}"
         )
 
 
-class Halving:
+class SuccessiveHalving:
     """Asynchronous successive halving (ASHA, Li et al. 2020), in one bracket or Hyperband's.
 
     A trial is held at each of a few rungs, ``eta`` times as far each; the best one in ``eta`` of
@@ -162,31 +162,31 @@ class Halving:
         """The first rung of its bracket."""
         return self.stations(number, rungs)[0]
 
-    def judge(self, trial: Trial, stand: Stand) -> Judged:
+    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
         """At a rung of its bracket: among the best, or held."""
         stations = self.stations(trial.number, stand.rungs)
         if trial.rung < trial.until:
-            return Judged(Verdict.GO_ON, until=trial.until)
+            return Judgement(Verdict.GO_ON, until=trial.until)
         following = next((rung for rung in stations if rung > trial.rung), stand.rungs)
         if trial.rung not in stations:
-            return Judged(Verdict.GO_ON, until=following)
+            return Judgement(Verdict.GO_ON, until=following)
         if trial.rung >= stand.rungs:
-            return Judged(Verdict.GO_ON, until=stand.rungs)
+            return Judgement(Verdict.GO_ON, until=stand.rungs)
         rivals = self._rivals(trial.number, stand)
         if trial.number in self._rising(rivals, trial.rung, arriving=trial.number):
-            return Judged(Verdict.GO_ON, until=following)
-        return Judged(Verdict.HOLD, reason=f"not yet among the best in {self._eta} at its rung")
+            return Judgement(Verdict.GO_ON, until=following)
+        return Judgement(Verdict.HOLD, reason=f"not yet among the best in {self._eta} at its rung")
 
-    def promote(self, stand: Stand) -> GoOn | None:
+    def promote(self, stand: StudySnapshot) -> Continue | None:
         """The best held one of the highest rung where one more may go on."""
         for rivals in self._all_rivals(stand):
             stations = self.stations(rivals[0].number, stand.rungs)
             for rung, following in reversed(list(pairwise(stations))):
                 if rising := self._rising(rivals, rung):
-                    return GoOn(rising[0], following)
+                    return Continue(rising[0], following)
         return None
 
-    def finish(self, stand: Stand) -> GoOn | None:
+    def finish(self, stand: StudySnapshot) -> Continue | None:
         """The best of those that came farthest, where none was trained to its end."""
         if any(trial.state is TrialState.DONE for trial in stand.trials):
             return None
@@ -194,7 +194,7 @@ class Halving:
         if not held:
             return None
         best = min(held, key=lambda trial: (-trial.rung, best_of(trial), trial.number))
-        return GoOn(best.number, stand.rungs)
+        return Continue(best.number, stand.rungs)
 
     def stations(self, number: int, rungs: int) -> list[int]:
         """The rungs at which the trial with this number is compared; the last is the end."""
@@ -227,11 +227,11 @@ class Halving:
             for bracket in range(count)
         ]
 
-    def _rivals(self, number: int, stand: Stand) -> list[Trial]:
+    def _rivals(self, number: int, stand: StudySnapshot) -> list[Trial]:
         bracket = self.bracket_of(number, stand.rungs)
         return [t for t in stand.trials if self.bracket_of(t.number, stand.rungs) == bracket]
 
-    def _all_rivals(self, stand: Stand) -> list[list[Trial]]:
+    def _all_rivals(self, stand: StudySnapshot) -> list[list[Trial]]:
         found: dict[int, list[Trial]] = {}
         for trial in stand.trials:
             found.setdefault(self.bracket_of(trial.number, stand.rungs), []).append(trial)
@@ -256,7 +256,7 @@ class Halving:
         return able[:room]
 
 
-def find_trial(number: int, stand: Stand) -> Trial:
+def find_trial(number: int, stand: StudySnapshot) -> Trial:
     """The trial with this number."""
     trials = stand.trials
     if number < len(trials) and trials[number].number == number:

@@ -44,7 +44,7 @@ _LENGTH_SPREAD = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Observations:
+class CurveObservations:
     """What was seen (or is asked): rows of settings, how far trained, which trial."""
 
     features: Array
@@ -55,9 +55,9 @@ class Observations:
     noise: Array
     """Variance of each on top of what the model holds for noise: less trusted ones have some."""
 
-    def join(self, other: Observations) -> Observations:
+    def join(self, other: CurveObservations) -> CurveObservations:
         """These and others."""
-        return Observations(
+        return CurveObservations(
             np.concatenate([self.features, other.features]),
             np.concatenate([self.times, other.times]),
             np.concatenate([self.trials, other.trials]),
@@ -65,9 +65,9 @@ class Observations:
             np.concatenate([self.noise, other.noise]),
         )
 
-    def take(self, rows: Indices) -> Observations:
+    def take(self, rows: Indices) -> CurveObservations:
         """Some of them."""
-        return Observations(
+        return CurveObservations(
             self.features[rows],
             self.times[rows],
             self.trials[rows],
@@ -77,7 +77,7 @@ class Observations:
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class KernelParams:
     """What the model holds for typical; the logarithms are what is fitted."""
 
     vector: Array
@@ -96,10 +96,10 @@ class Traits:
         return np.exp(self.vector[-len(_PRIORS) :])
 
 
-def usual_traits(owners: Indices) -> Traits:
+def default_kernel(owners: Indices) -> KernelParams:
     """The traits before anything was seen."""
     dimensions = int(owners.max()) + 1 if len(owners) else 0
-    return Traits(np.concatenate([_usual_lengths(dimensions), _PRIORS[:, 0]]), owners)
+    return KernelParams(np.concatenate([_usual_lengths(dimensions), _PRIORS[:, 0]]), owners)
 
 
 def _usual_lengths(dimensions: int) -> Array:
@@ -109,12 +109,12 @@ def _usual_lengths(dimensions: int) -> Array:
     return np.full(dimensions, np.log(0.35 * np.sqrt(max(dimensions, 1))))
 
 
-def fit_traits(seen: Observations, owners: Indices, *, steps: int = 20) -> Traits:
+def fit_kernel(seen: CurveObservations, owners: Indices, *, steps: int = 20) -> KernelParams:
     """The most probable traits (maximum a posteriori)."""
-    start = usual_traits(owners).vector
+    start = default_kernel(owners).vector
     dimensions = len(start) - len(_PRIORS)
     spread = np.concatenate([np.full(dimensions, _LENGTH_SPREAD), _PRIORS[:, 1]])
-    slope = Slope(seen, owners, dimensions)
+    slope = LikelihoodGradient(seen, owners, dimensions)
 
     def lose(vector: Array) -> tuple[float, Array]:
         loss, gradient = slope.at(vector)
@@ -129,13 +129,13 @@ def fit_traits(seen: Observations, owners: Indices, *, steps: int = 20) -> Trait
         bounds=list(zip(start - 3 * spread, start + 3 * spread, strict=True)),
         options={"maxiter": steps, "maxfun": steps + 5},
     )
-    return Traits(np.asarray(found.x, dtype=np.float64), owners)
+    return KernelParams(np.asarray(found.x, dtype=np.float64), owners)
 
 
-class Slope:
+class LikelihoodGradient:
     """Minus the logarithm of the likelihood, and how it changes with the traits."""
 
-    def __init__(self, seen: Observations, owners: Indices, dimensions: int) -> None:
+    def __init__(self, seen: CurveObservations, owners: Indices, dimensions: int) -> None:
         """Of what was seen."""
         self._seen = seen
         self._n = len(seen.values)
@@ -186,7 +186,7 @@ class Slope:
 class Posterior:
     """What the curves are after the observations."""
 
-    def __init__(self, seen: Observations, traits: Traits) -> None:
+    def __init__(self, seen: CurveObservations, traits: KernelParams) -> None:
         """Of these traits, given what was seen."""
         self._seen, self._traits = seen, traits
         covariance = _covary(seen, seen, traits)
@@ -194,7 +194,7 @@ class Posterior:
         self._lower = cholesky(covariance, lower=True, check_finite=False, overwrite_a=True)
         self._weights = cho_solve((self._lower, True), seen.values, check_finite=False)
 
-    def believe(self, asked: Observations) -> Array:
+    def believe(self, asked: CurveObservations) -> Array:
         """Hold for seen what is being found out now, at its mean (the "kriging believer").
 
         The means stay as they are; only less is gained by finding out the same again.
@@ -214,7 +214,7 @@ class Posterior:
         self._weights = np.concatenate([self._weights, np.zeros(m)])
         return mean
 
-    def tell(self, asked: Observations) -> tuple[Array, Array]:
+    def tell(self, asked: CurveObservations) -> tuple[Array, Array]:
         """The mean and the deviation of each value that is asked for, without noise."""
         across = _covary(asked, self._seen, self._traits)
         mean = across @ self._weights
@@ -226,13 +226,13 @@ class Posterior:
         return mean, np.sqrt(np.maximum(variance, 1e-10))
 
 
-def ask(features: Array, times: Array, trials: Indices) -> Observations:
+def ask(features: Array, times: Array, trials: Indices) -> CurveObservations:
     """What is to be foretold; a trial that has not begun is -1."""
     nothing = np.zeros(len(times))
-    return Observations(features, times, trials, nothing, nothing)
+    return CurveObservations(features, times, trials, nothing, nothing)
 
 
-def _covary(one: Observations, other: Observations, traits: Traits) -> Array:
+def _covary(one: CurveObservations, other: CurveObservations, traits: KernelParams) -> Array:
     level, change, own_level, own_change, _, span = traits.scales
     a, b = one.features / traits.lengths, other.features / traits.lengths
     squares = (a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2.0 * (a @ b.T)

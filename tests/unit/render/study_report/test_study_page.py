@@ -32,7 +32,7 @@ from yunlu.render.format import shorten
 from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
 from yunlu.render.study_report.page import render_page, write_report
-from yunlu.tuning.importance import expect_finals, rank, weigh
+from yunlu.tuning.importance import expect_finals, rank_trials_by_value, compute_importance
 from yunlu.tuning.values import ParamValue, Point, Trial, TrialState
 from yunlu.tuning.view import StudyView
 
@@ -201,7 +201,7 @@ def test_the_report_lies_in_the_study_s_directory(place: Path) -> None:
 def test_what_matters_most_is_found_among_trials_that_stopped_early(
     place: Path, conditional: bool, evaluator: str
 ) -> None:
-    found = weigh(make_study(place, conditional=conditional))
+    found = compute_importance(make_study(place, conditional=conditional))
     assert found is not None
     assert found.evaluator == evaluator
     assert next(iter(found.shares)) == LR
@@ -210,13 +210,13 @@ def test_what_matters_most_is_found_among_trials_that_stopped_early(
 
 
 def test_few_trials_or_one_setting_have_no_importance(place: Path) -> None:
-    assert weigh(make_study(place, 7)) is None
+    assert compute_importance(make_study(place, 7)) is None
     view = make_study(place, 12, conditional=False)
     same = [
         replace(each, trial=replace(each.trial, params=dict(view.trials[0].params)))
         for each in view.trials
     ]
-    assert weigh(with_trials(view, *same)) is None
+    assert compute_importance(with_trials(view, *same)) is None
 
 
 def trial(number: int, *values: float) -> Trial:
@@ -242,7 +242,7 @@ def test_whole_curves_keep_their_order(curves: list[list[float]]) -> None:
     for number, curve in enumerate(curves):
         if curve and len(curve) == longest:
             assert finals[number] == pytest.approx(min(curve))
-    places = rank(finals)
+    places = rank_trials_by_value(finals)
     assert sorted(places, key=lambda n: places[n]) == sorted(finals, key=lambda n: (finals[n], n))
     assert all(0 <= share <= 1 for share in places.values())
 

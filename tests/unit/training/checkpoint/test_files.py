@@ -237,7 +237,7 @@ def test_a_save_that_is_given_up_publishes_nothing_and_waits_for_nobody(tmp_path
         tmp_path, keep_last=1, keep_best=1, metric="loss", lower_is_better=True,
         saved=lambda entry, seconds: pytest.fail("published"), group=SaveGroup(rank=0, size=2, token="g1"),
     )  # fmt: skip
-    alone_of_two._shares = WriterAssignment(SaveGroup())  # the other one does not answer here
+    alone_of_two._writers = WriterAssignment(SaveGroup())  # the other one does not answer here
     alone_of_two.save(snapshot(1))
     pool = alone_of_two._pool
     alone_of_two.abandon()

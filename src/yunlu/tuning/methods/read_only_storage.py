@@ -51,7 +51,7 @@ def make_frozen(
     )
 
 
-class Shelf(BaseStorage):
+class ReadOnlyStorage(BaseStorage):
     """Trials to look at; one more may be asked for."""
 
     def __init__(self, trials: list[FrozenTrial], *, objectives: int) -> None:

@@ -29,7 +29,7 @@ _TIMED = 300
 _RIDGE = 0.02
 
 
-class Survey:
+class TrialTable:
     """The trials of a study, a row each, in the order of the stand; kept up to date by ``look``."""
 
     def __init__(self, encoder: Encoder, *, seed: int) -> None:
@@ -56,7 +56,7 @@ class Survey:
             "ladder": np.zeros((0, len(stations))),
         }
 
-    def look(self, trials: Sequence[Trial], stations: list[int]) -> Survey:
+    def look(self, trials: Sequence[Trial], stations: list[int]) -> TrialTable:
         """Take in what is new."""
         if len(trials) < len(self._known) or stations != self._stations:
             self._forget(stations)
@@ -220,10 +220,10 @@ def _mix(number: int, seed: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-class Paces:
+class RungTimeModel:
     """How long a rung takes, foretold from the setting: a ridge regression of logarithms."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: TrialTable) -> None:
         """Learn from those that have run."""
         timed = np.flatnonzero(survey.paces > 0)[-_TIMED:]
         columns = survey.features.shape[1]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from yunlu.planning.large_batch import scale_rate
 from yunlu.runs.documents import read_job, read_plan, write_plan
 from yunlu.runs.run_store import Area, require_local
-from yunlu.tuning.conducting.prefixes import find_course
-from yunlu.tuning.conducting.story import read_story
+from yunlu.tuning.study_runner.shared_prefix import find_length
+from yunlu.tuning.study_runner.trial_events import read_trial_events
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.conducting.story import Story
+    from yunlu.tuning.study_runner.trial_events import TrialEvents
 
 _MADE_ANEW = ("batch", "micro_batch", "padding", "precision", "compile", "recompute", "memory_gb")
 """Fields of ``train`` on which so much of the plan depends that the worker makes another one."""
@@ -27,7 +27,7 @@ def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
 
     False where that one's checkpoint is gone; the run then begins from nothing.
     """
-    story = read_story(parent)
+    story = read_trial_events(parent)
     step = story.step_of(rung)
     where = story.checkpoints.get(-1 if step is None else step, "")
     source = Path(parent.location(where))
@@ -64,7 +64,7 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _adapt_plan(parent: RunStore, child: RunStore, story: Story) -> Plan | None:
+def _adapt_plan(parent: RunStore, child: RunStore, story: TrialEvents) -> Plan | None:
     """The parent's plan for the child's job; None where the worker had better make its own.
 
     What was measured stays as it was: the child then computes each step exactly as the parent would.
@@ -77,7 +77,7 @@ def _adapt_plan(parent: RunStore, child: RunStore, story: Story) -> Plan | None:
     is_other = any(getattr(old, name) != getattr(new, name) for name in _MADE_ANEW)
     if is_other or before.model != after.model or before.data != after.data:
         return None
-    course = find_course(after, samples=story.train_samples, batch=plan.batch)
+    course = find_length(after, samples=story.train_samples, batch=plan.batch)
     updates: dict[str, float] = {
         "steps": course.steps,
         "warmup_steps": course.warmup_steps,

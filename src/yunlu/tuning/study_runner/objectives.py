@@ -13,16 +13,16 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.conducting.story import RungScore, Story
+    from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
     from yunlu.tuning.facts import TrialFacts
-    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.study_dir import StudyRequest
 
 ALIKE = 3
 """Failures alike, before anything succeeded, that end a study."""
 
 
 def find_values(
-    asked: StudyAsked, story: Story, found: RungScore, *, dollars: float | None
+    asked: StudyRequest, story: TrialEvents, found: RungScore, *, dollars: float | None
 ) -> tuple[float, ...]:
     """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
     figures = found.metrics | {
@@ -42,7 +42,7 @@ def find_values(
     )
 
 
-def refuse_silence(asked: StudyAsked, story: Story) -> None:
+def check_metrics_reported(asked: StudyRequest, story: TrialEvents) -> None:
     """A run whose plan has no evaluations will never report anything."""
     if story.plan and not story.plan.evaluate_every:
         raise StudyError(
@@ -52,7 +52,7 @@ def refuse_silence(asked: StudyAsked, story: Story) -> None:
         )
 
 
-def refuse_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
+def check_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
     """End the study where a trial that just failed shows that none will succeed."""
     if any(best_point(each.trial) or each.state is TrialState.DONE for each in facts):
         return

@@ -29,7 +29,7 @@ class RungScore:
 
 
 @dataclass(slots=True, kw_only=True)
-class Story:
+class TrialEvents:
     """A run, as far as its events were read."""
 
     devices: int = 1
@@ -136,9 +136,9 @@ class Story:
             self._since = None
 
 
-def read_story(run: RunStore, *, devices: int = 1) -> Story:
+def read_trial_events(run: RunStore, *, devices: int = 1) -> TrialEvents:
     """All that a run has told."""
-    story = Story(devices=devices)
+    story = TrialEvents(devices=devices)
     for event, offset in run.read_events():
         story.take(event)
         story.offset = offset
@@ -147,4 +147,4 @@ def read_story(run: RunStore, *, devices: int = 1) -> Story:
 
 def has_finished(run: RunStore) -> bool:
     """Whether a run was trained to its end: somebody may have gone on with a held trial by hand."""
-    return read_story(run).state is RunState.FINISHED
+    return read_trial_events(run).state is RunState.FINISHED

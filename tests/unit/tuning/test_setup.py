@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.toy_study import toy_job
-from yunlu.tuning.founding import prepare_study
+from yunlu.tuning.setup import prepare_study
 from yunlu.tuning.study_dir import StudyError
 
 

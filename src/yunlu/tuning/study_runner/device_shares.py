@@ -1,8 +1,8 @@
 """Who of a study's trials gets how many devices. Pure.
 
 Two ways of searching want two things. Where the method waits until all trials of a rung have arrived
-(successive halving, Hyperband), the last one counts: ``share`` makes the longest of the times that are
-left as short as it can. Where it waits for nobody, the best result counts: ``share`` makes the sum of
+(successive halving, Hyperband), the last one counts: ``share_devices`` makes the longest of the times that are
+left as short as it can. Where it waits for nobody, the best result counts: ``share_devices`` makes the sum of
 ``promise x time left`` as small as it can, the expected time to the best one; with shares that last,
 these are near those known to be best for jobs that profit less and less from more devices (heSRPT:
 Berg, Vesilo and Harchol-Balter, Performance 2020). While more trials wait than there are places, each has
@@ -46,7 +46,7 @@ Aim = Literal["rung", "best"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class DeviceClaim:
     """A trial that runs, or is to begin or go on, as the sharing sees it."""
 
     number: int
@@ -95,7 +95,7 @@ class Claim:
         return -(-max(self.least, 1) // self.multiple) * self.multiple
 
 
-def share(devices: int, claims: Sequence[Claim], *, aim: Aim = "rung") -> dict[int, int]:
+def share_devices(devices: int, claims: Sequence[DeviceClaim], *, aim: Aim = "rung") -> dict[int, int]:
     """Devices of each trial from now on.
 
     Args:
@@ -152,17 +152,17 @@ def fit_power(pairs: Iterable[tuple[int, float, int, float]]) -> float:
     return min(max(top / bottom, _LEAST_POWER), 1.0)
 
 
-def _check(claims: Sequence[Claim]) -> None:
+def _check(claims: Sequence[DeviceClaim]) -> None:
     numbers = [claim.number for claim in claims]
     if len({*numbers}) != len(numbers):
         raise ValueError("a trial claims devices twice")
 
 
 def _fit(
-    free: int, running: Sequence[Claim], waiting: Sequence[Claim]
-) -> tuple[list[Claim], list[Claim]]:
+    free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]
+) -> tuple[list[DeviceClaim], list[DeviceClaim]]:
     """Who can be hosted at once if everybody is content with the least, and who cannot."""
-    hosted, queued = [*running], list[Claim]()
+    hosted, queued = [*running], list[DeviceClaim]()
     left = free - sum(claim.smallest() for claim in running)
     for claim in waiting:
         fits = claim.smallest() <= left
@@ -171,7 +171,7 @@ def _fit(
     return hosted, queued
 
 
-def _crowd(free: int, running: Sequence[Claim], waiting: Sequence[Claim]) -> dict[int, int]:
+def _crowd(free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]) -> dict[int, int]:
     """More trials than places: every device is busy anyhow, so small is best.
 
     Who is large shrinks only where being large wastes more device-seconds than a resize does.
@@ -190,7 +190,7 @@ def _crowd(free: int, running: Sequence[Claim], waiting: Sequence[Claim]) -> dic
     return shares
 
 
-def _solve(free: int, claims: Sequence[Claim], aim: Aim) -> dict[int, int]:
+def _solve(free: int, claims: Sequence[DeviceClaim], aim: Aim) -> dict[int, int]:
     """The best sizes; nobody shrinks for another's growth unless much is gained by it."""
     solve = _favour if aim == "best" else _level
     found = solve(free, claims)
@@ -202,14 +202,14 @@ def _solve(free: int, claims: Sequence[Claim], aim: Aim) -> dict[int, int]:
     return found if _cost(claims, found, aim) < worth else kept
 
 
-def _cost(claims: Sequence[Claim], shares: Mapping[int, int], aim: Aim) -> float:
+def _cost(claims: Sequence[DeviceClaim], shares: Mapping[int, int], aim: Aim) -> float:
     spans = [(claim, claim.span_s(shares[claim.number], aim=aim)) for claim in claims]
     if aim == "best":
         return sum(max(claim.promise, _LEAST_PROMISE) * span for claim, span in spans)
     return max(span for _, span in spans)
 
 
-def _level(free: int, claims: Sequence[Claim]) -> dict[int, int]:
+def _level(free: int, claims: Sequence[DeviceClaim]) -> dict[int, int]:
     """Sizes at which the last of them arrives soonest; exact, with the pauses."""
     if not claims:
         return {}
@@ -230,7 +230,7 @@ def _level(free: int, claims: Sequence[Claim]) -> dict[int, int]:
 
 def _use_rest(
     left: int,
-    claims: Sequence[Claim],
+    claims: Sequence[DeviceClaim],
     shares: dict[int, int],
     spans: Mapping[int, Mapping[int, float]],
 ) -> dict[int, int]:
@@ -251,7 +251,7 @@ def _use_rest(
     return shares
 
 
-def _next_size(claim: Claim, size: int, left: int, spans: Mapping[int, float]) -> int:
+def _next_size(claim: DeviceClaim, size: int, left: int, spans: Mapping[int, float]) -> int:
     """The next larger size that pays; 0 where none does."""
     if size != claim.held:  # begins, or is resized anyhow: each device more is free of charge
         more = size + claim.multiple
@@ -260,13 +260,13 @@ def _next_size(claim: Claim, size: int, left: int, spans: Mapping[int, float]) -
     return best if spans[size] - spans[best] > claim.resize_s else 0
 
 
-def _pays_to_wait(devices: int, claims: Sequence[Claim], found: Mapping[int, int]) -> bool:
+def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[int, int]) -> bool:
     """Whether it is better to change nothing until the next one arrives: then all can be shared anew."""
     running = [claim for claim in claims if claim.held]
     if not running or all(found.get(c.number, c.held) == c.held for c in claims):
         return False
     wait_s = min(claim.span_s(claim.held) for claim in running)
-    left: list[Claim] = []
+    left: list[DeviceClaim] = []
     for claim in claims:
         work_s = claim.work_s - wait_s * claim.speed(claim.held)
         if not claim.held or claim.span_s(claim.held) > wait_s:
@@ -280,7 +280,7 @@ def _pays_to_wait(devices: int, claims: Sequence[Claim], found: Mapping[int, int
     return now_s - later_s > max(wait_s, _WORTH_WAITING * now_s)
 
 
-def _favour(free: int, claims: Sequence[Claim]) -> dict[int, int]:
+def _favour(free: int, claims: Sequence[DeviceClaim]) -> dict[int, int]:
     """Sizes with the least sum of promise x time left, by dynamic programming over devices."""
     costs = [0.0] * (free + 1)
     chosen: list[list[int]] = []

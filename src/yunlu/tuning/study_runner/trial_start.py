@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.tuning.conducting.cloning import clone
-from yunlu.tuning.conducting.prefixes import may_share, shared_rung
-from yunlu.tuning.conducting.story import read_story
-from yunlu.tuning.conducting.trial_runs import find_run, make_job, make_run
+from yunlu.tuning.study_runner.cloning import clone
+from yunlu.tuning.study_runner.shared_prefix import can_share_prefix, shared_rung
+from yunlu.tuning.study_runner.trial_events import read_trial_events
+from yunlu.tuning.study_runner.trial_runs import find_run, make_job, make_run
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.conducting.places import Places
+    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Begin, Params
+    from yunlu.tuning.values import StartTrial, Params
 
 _ALL = 10_000
 """Checkpoints: more than a trial has rungs."""
 
 
-class Starter:
+class TrialStarter:
     """Makes the runs of trials, each once."""
 
-    def __init__(self, records: Records, places: Places) -> None:
+    def __init__(self, records: Records, places: Slots) -> None:
         self._records, self._places = records, places
         job = records.asked.job
         is_population = job is not None and job.search is not None and job.search.stop.name == "pbt"
-        self._shares = may_share(records.asked.dimensions) and not is_population
+        self._shares = can_share_prefix(records.asked.dimensions) and not is_population
         self.saves = self._shares or is_population
         """Whether trials save at each evaluation, for others to begin there."""
 
-    def repeats(self, move: Begin) -> bool:
+    def repeats(self, move: StartTrial) -> bool:
         """Whether this setting was tried before: then the trial is what that one was."""
         if move.copy_from is not None:
             return False
@@ -47,7 +47,7 @@ class Starter:
         self._records.end(number, state, reason=f"the same setting as trial {twin.number}")
         return True
 
-    def begin(self, move: Begin) -> int:
+    def begin(self, move: StartTrial) -> int:
         """Record a new trial; its number."""
         if move.copy_from is not None:
             return self._records.begin(move.params, until=move.until, copied_from=move.copy_from)
@@ -91,7 +91,7 @@ class Starter:
             run = find_run(facts.run) if facts.run else None
             if run is None or len(facts.points) <= best[1]:
                 continue
-            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_story(run))
+            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_trial_events(run))
             if best[1] < rung <= len(facts.points):
                 best = (facts, rung)
         return best

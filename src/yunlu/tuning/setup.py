@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.settings import read_settings
 from yunlu.spec.goal import read_span_s
 from yunlu.spec.search import SearchSpec, direction_of
-from yunlu.tuning.conducting.places import refuse_crumbs
+from yunlu.tuning.study_runner.slots import check_cpu_share
 from yunlu.tuning.records import Records, create_records
-from yunlu.tuning.rungs import look_at_training
+from yunlu.tuning.rungs import measure_training
 from yunlu.tuning.study_dir import (
-    StudyAsked,
+    StudyRequest,
     StudyDir,
     StudyError,
     check_name,
@@ -78,9 +78,9 @@ def prepare_study(
     source: str | None = None,
     said: tuple[str, ...] = (),
     probes: bool = True,
-) -> StudyAsked:
+) -> StudyRequest:
     """What a study of this job would be; refuses what cannot work. Leaves nothing behind."""
-    from yunlu.tuning.methods.making import name_method  # noqa: PLC0415 - imports Optuna
+    from yunlu.tuning.methods.factory import name_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import find_dimensions  # noqa: PLC0415 - as above
 
     search = job.search
@@ -101,7 +101,7 @@ def prepare_study(
             hint="set YUNLU_DOLLARS_PER_HOUR to what this machine costs an hour, "
             "or limit it by --trials or --deadline",
         )
-    training = look_at_training(job, search, probes=probes)
+    training = measure_training(job, search, probes=probes)
     # Without a price the cost of a trial is the time of its devices, and is called so.
     unpriced = {"cost": "seconds"} if price is None else {}
     metrics = tuple(dict.fromkeys(unpriced.get(each, each) for each in training.metrics))
@@ -126,9 +126,9 @@ def prepare_study(
     )
 
 
-def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> StudyAsked:
-    """A study as it is asked for now; ``fields`` are those of ``StudyAsked``."""
-    asked = StudyAsked(
+def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> StudyRequest:
+    """A study as it is asked for now; ``fields`` are those of ``StudyRequest``."""
+    asked = StudyRequest(
         id=uuid.uuid4().hex,
         name=check_name(name),
         created_at=time.time(),
@@ -140,10 +140,10 @@ def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) ->
     return asked
 
 
-def make_method_of(asked: StudyAsked) -> Method:
+def make_method_of(asked: StudyRequest) -> Method:
     """The method of a study, as its job's search asks for it."""
-    from yunlu.tuning.methods.making import make_method  # noqa: PLC0415 - imports Optuna
-    from yunlu.tuning.space import Allowed  # noqa: PLC0415 - as above
+    from yunlu.tuning.methods.factory import make_method  # noqa: PLC0415 - imports Optuna
+    from yunlu.tuning.space import SettingCheck  # noqa: PLC0415 - as above
 
     assert asked.job is not None
     search = asked.job.search
@@ -158,15 +158,15 @@ def make_method_of(asked: StudyAsked) -> Method:
         asked.dimensions,
         seed=asked.seed,
         objectives=len(asked.metrics),
-        allowed=Allowed(asked.job),
+        allowed=SettingCheck(asked.job),
         past=past,
     )
 
 
 def find_limits(search: SearchSpec) -> dict[str, Any]:
-    """How long a study may go on and on what, in the words of ``StudyAsked``."""
+    """How long a study may go on and on what, in the words of ``StudyRequest``."""
     deadline = search.deadline
-    refuse_crumbs(None if search.devices == "auto" else search.devices)
+    check_cpu_share(None if search.devices == "auto" else search.devices)
     return {
         "trials": search.trials,
         "dollars": search.budget,

@@ -8,12 +8,12 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError
-from yunlu.tuning.space import key_of, list_values, present
+from yunlu.tuning.space import key_of, list_values, drop_absent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from yunlu.tuning.values import Dimension, Params, Stand
+    from yunlu.tuning.values import Dimension, Params, StudySnapshot
 
 _MOST_SETTINGS = 100_000
 
@@ -33,7 +33,7 @@ def list_settings(
     for row in itertools.product(*values):
         params: Params = {d.name: value for d, value in zip(dimensions, row, strict=True)}
         if has_conditions:
-            params = present(params, dimensions)
+            params = drop_absent(params, dimensions)
             key = key_of(params)
             if key in came:
                 continue
@@ -41,7 +41,7 @@ def list_settings(
         yield params
 
 
-class Listed:
+class GridSampler:
     """A grid, in an order that follows from the seed: an early end has seen something of all of it."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Listed:
         self._allowed = allowed
         self._verdicts: dict[int, bool] = {}
 
-    def suggest(self, stand: Stand) -> Params | None:
+    def suggest(self, stand: StudySnapshot) -> Params | None:
         """The next one of the list that is allowed and that no trial has had."""
         tried = {key_of(trial.params) for trial in stand.trials}
         for place, params in enumerate(self._settings):

@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from yunlu.tuning.values import GoOn, Judged, Stand, TrialState, Verdict
+from yunlu.tuning.values import Continue, Judgement, StudySnapshot, TrialState, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.conducting.hosting import Hosting
-    from yunlu.tuning.conducting.limits import Limits
+    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+    from yunlu.tuning.study_runner.limits import StudyLimits
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Method, Move
+    from yunlu.tuning.values import Method, Action
 
 
-class Decider:
+class MethodDecisions:
     """Asks the method of a study."""
 
-    def __init__(self, records: Records, method: Method, hosting: Hosting, limits: Limits) -> None:
+    def __init__(self, records: Records, method: Method, hosting: SlotAllocation, limits: StudyLimits) -> None:
         self._records, self._method = records, method
         self._hosting, self._limits = hosting, limits
 
-    def choose(self) -> Move:
+    def choose(self) -> Action:
         """What to do with a free place."""
         return self._method.choose(self._stand())
 
-    def judge(self, number: int) -> Judged:
+    def judge(self, number: int) -> Judgement:
         """What becomes of a trial after its newest evaluation; one that goes on has room to."""
         trial, stand = self._records.trial(number), self._stand()
         judged = self._method.judge(number, stand)
@@ -36,14 +36,14 @@ class Decider:
         if verdict is Verdict.HOLD and trial.rung >= trial.until:
             # It waits at the gate: it need not leave where it would be taken up again at once.
             move = self._method.choose(_as_held(stand, number))
-            if isinstance(move, GoOn) and move.number == number and move.until > trial.rung:
+            if isinstance(move, Continue) and move.number == number and move.until > trial.rung:
                 verdict, until = Verdict.GO_ON, move.until
-        return Judged(verdict, until, judged.reason)
+        return Judgement(verdict, until, judged.reason)
 
-    def _stand(self) -> Stand:
+    def _stand(self) -> StudySnapshot:
         asked, trials = self._records.asked, self._records.trials()
         left = None if asked.trials is None else max(asked.trials - len(trials), 0)
-        return Stand(
+        return StudySnapshot(
             trials=trials,
             rungs=max(asked.rungs, 1),
             objectives=len(asked.metrics),
@@ -53,7 +53,7 @@ class Decider:
         )
 
 
-def _as_held(stand: Stand, number: int) -> Stand:
+def _as_held(stand: StudySnapshot, number: int) -> StudySnapshot:
     trials = list(stand.trials)
     trials[number] = replace(trials[number], state=TrialState.HELD)
     return replace(stand, trials=trials)

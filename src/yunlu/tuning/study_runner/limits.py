@@ -10,17 +10,17 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from yunlu.tuning.conducting.hosting import Hosting
-    from yunlu.tuning.conducting.live import Live
+    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
     from yunlu.tuning.facts import StudyState, TrialFacts
     from yunlu.tuning.records import Records
 
 
-class Limits:
+class StudyLimits:
     """What is left of time and money."""
 
     def __init__(
-        self, records: Records, hosting: Hosting, lives: Mapping[int, Live], *, clock_at: float
+        self, records: Records, hosting: SlotAllocation, lives: Mapping[int, WatchedTrial], *, clock_at: float
     ) -> None:
         """``clock_at`` is when the time began that the deadline counts."""
         self._records, self._hosting, self._lives = records, hosting, lives

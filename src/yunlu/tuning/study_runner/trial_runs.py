@@ -15,8 +15,8 @@ from yunlu.runs.run_store import Area, Document
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.study_dir import StudyAsked
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_dir import StudyRequest
     from yunlu.tuning.values import Params
 
 _SUFFIX = re.compile(r"-[0-9a-f]{6}")
@@ -27,15 +27,15 @@ def trial_name(study: str, number: int) -> str:
     return f"{study}-{number:03d}"
 
 
-def make_job(asked: StudyAsked, number: int, params: Params, *, keep: int = 1) -> Job:
+def make_job(asked: StudyRequest, number: int, params: Params, *, keep: int = 1) -> Job:
     """The job of a trial: the study's, with the trial's setting laid over it.
 
     ``keep`` is how many of its newest checkpoints stay: trials are many, and disks are not.
     """
-    from yunlu.tuning.space import lay_over  # noqa: PLC0415 - the space is read late
+    from yunlu.tuning.space import apply_params  # noqa: PLC0415 - the space is read late
 
     assert asked.job is not None
-    job = lay_over(asked.job, params)
+    job = apply_params(asked.job, params)
     checkpoint = job.train.checkpoint.model_copy(update={"keep_last": keep})
     metric = asked.metrics[0]
     if checkpoint.metric == "auto" and metric not in {"cost", "seconds"}:
@@ -46,11 +46,11 @@ def make_job(asked: StudyAsked, number: int, params: Params, *, keep: int = 1) -
 
 
 def make_run(
-    asked: StudyAsked,
+    asked: StudyRequest,
     number: int,
     params: Params,
     job: Job,
-    places: Places,
+    places: Slots,
     *,
     saves: bool,
     is_copy: bool = False,

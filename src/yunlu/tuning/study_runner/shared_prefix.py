@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.tuning.conducting.story import Story
+    from yunlu.tuning.study_runner.trial_events import TrialEvents
     from yunlu.tuning.values import Dimension
 
 _LATE = ("train.schedule", "train.epochs", "train.steps")
@@ -30,21 +30,21 @@ _LOOKS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class TrainingLength:
     """How long a job trains, and with how much warm-up."""
 
     steps: int
     warmup_steps: int
 
 
-def may_share(dimensions: Sequence[Dimension]) -> bool:
+def can_share_prefix(dimensions: Sequence[Dimension]) -> bool:
     """Whether trials of this space can have steps in common: some field acts late, others may agree."""
     late = [dimension for dimension in dimensions if _is_late(dimension.name)]
     others = [dimension for dimension in dimensions if not _is_late(dimension.name)]
     return bool(late) and all(_may_agree(dimension) for dimension in others)
 
 
-def shared_rung(one: Job, other: Job, story: Story) -> int:
+def shared_rung(one: Job, other: Job, story: TrialEvents) -> int:
     """The last evaluation of the run of ``one`` from whose checkpoint ``other`` can go on; 0: none."""
     every = story.plan.evaluate_every if story.plan else 0
     if story.plan is None or not every or not story.train_samples:
@@ -64,7 +64,7 @@ def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
     if _early(one) != _early(other):
         return 0
     batch = plan.batch
-    courses = [find_course(job, samples=samples, batch=batch) for job in (one, other)]
+    courses = [find_length(job, samples=samples, batch=batch) for job in (one, other)]
     least = min(course.steps for course in courses)
     specs = one.train.schedule, other.train.schedule
     if "plateau" in {spec.name for spec in specs} and specs[0] != specs[1]:
@@ -85,7 +85,7 @@ def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
     return alike[-1] + 1 if alike else 0
 
 
-def find_course(job: Job, *, samples: int, batch: int) -> Course:
+def find_length(job: Job, *, samples: int, batch: int) -> TrainingLength:
     """The steps of a job, and those of them that warm up."""
     steps = count_steps(job, samples=samples, batch=batch)
     warmup, optimizer = job.train.schedule.warmup, job.train.optimizer
@@ -99,7 +99,7 @@ def find_course(job: Job, *, samples: int, batch: int) -> Course:
         )
     else:
         found = min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
-    return Course(steps=steps, warmup_steps=found)
+    return TrainingLength(steps=steps, warmup_steps=found)
 
 
 def _is_late(name: str) -> bool:

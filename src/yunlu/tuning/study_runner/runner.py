@@ -14,38 +14,38 @@ from typing import TYPE_CHECKING, Any
 from yunlu.jobs.run import new_record, detect_lost
 from yunlu.runs.run_store import Log, log_end
 from yunlu.runs.states import RunState
-from yunlu.tuning.conducting.deciding import Decider
-from yunlu.tuning.conducting.hosting import Hosting
-from yunlu.tuning.conducting.limits import Limits
-from yunlu.tuning.conducting.live import Live
-from yunlu.tuning.conducting.objectives import find_values, refuse_silence
-from yunlu.tuning.conducting.resting import Rests
-from yunlu.tuning.conducting.starting import Starter
-from yunlu.tuning.conducting.story import Story, has_finished
-from yunlu.tuning.conducting.trial_runs import (
+from yunlu.tuning.study_runner.method_decisions import MethodDecisions
+from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_runner.limits import StudyLimits
+from yunlu.tuning.study_runner.watched_trial import WatchedTrial
+from yunlu.tuning.study_runner.objectives import find_values, check_metrics_reported
+from yunlu.tuning.study_runner.trial_completion import TrialCompletion
+from yunlu.tuning.study_runner.trial_start import TrialStarter
+from yunlu.tuning.study_runner.trial_events import TrialEvents, has_finished
+from yunlu.tuning.study_runner.trial_runs import (
     find_run,
     read_verdict,
     write_verdict,
 )
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.values import (
-    Begin,
-    End,
-    GoOn,
-    Judged,
+    StartTrial,
+    EndStudy,
+    Continue,
+    Judgement,
     Point,
     TrialState,
     Verdict,
-    Wait,
+    WaitForResults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.conducting.hosting import Elastic
-    from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.conducting.story import RungScore
+    from yunlu.tuning.study_runner.slot_allocation import Elastic
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.trial_events import RungScore
     from yunlu.tuning.facts import StudyState, StudyView
     from yunlu.tuning.records import Records
     from yunlu.tuning.study_dir import StudyStatus
@@ -62,7 +62,7 @@ _REPEATS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StudyOutcome:
     """How a study ended."""
 
     state: StudyState
@@ -70,15 +70,15 @@ class Outcome:
     view: StudyView
 
 
-def conduct(
+def run_to_end(
     records: Records,
     *,
     method: Method,
-    places: Places,
+    places: Slots,
     on_change: Callable[[StudyView], None] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     elastic: Elastic = "auto",
-) -> Outcome:
+) -> StudyOutcome:
     """Conduct a study until its end; refuses where somebody else does.
 
     Args:
@@ -91,28 +91,28 @@ def conduct(
             where they are long enough.
     """
     with records.dir.conducting():
-        conductor = Conductor(records, method, places, elastic=elastic, on_change=on_change)
+        conductor = StudyRunner(records, method, places, elastic=elastic, on_change=on_change)
         return conductor.run(is_asked_to_stop)
 
 
-class Conductor:
+class StudyRunner:
     """One life of the conductor of a study."""
 
     def __init__(
         self,
         records: Records,
         method: Method,
-        places: Places,
+        places: Slots,
         *,
         elastic: Elastic = "auto",
         on_change: Callable[[StudyView], None] | None = None,
     ) -> None:
         self._records, self._places = records, places
         self._on_change = on_change
-        self._live: dict[int, Live] = {}
-        self._hosting = Hosting(records, method, places, elastic=elastic)
-        self._starter = Starter(records, places)
-        self._rests = Rests(records, self._hosting, places, self._starter, self._live)
+        self._live: dict[int, WatchedTrial] = {}
+        self._hosting = SlotAllocation(records, method, places, elastic=elastic)
+        self._starter = TrialStarter(records, places)
+        self._rests = TrialCompletion(records, self._hosting, places, self._starter, self._live)
         self._has_news = True
         """Whether anything happened since the method last had nothing to do."""
         self._shown_at = 0.0
@@ -121,12 +121,12 @@ class Conductor:
         self._is_exhausted = ""
         """Why nothing more begins."""
         self._status: StudyStatus = records.dir.read_status()
-        self._limits = Limits(records, self._hosting, self._live, clock_at=self._find_clock())
-        self._decider = Decider(records, method, self._hosting, self._limits)
+        self._limits = StudyLimits(records, self._hosting, self._live, clock_at=self._find_clock())
+        self._decider = MethodDecisions(records, method, self._hosting, self._limits)
 
     # The whole.
 
-    def run(self, is_asked_to_stop: Callable[[], bool]) -> Outcome:
+    def run(self, is_asked_to_stop: Callable[[], bool]) -> StudyOutcome:
         """Beat until the study is over."""
         clock_at = self._find_clock()
         began_at = self._status.began_at or clock_at
@@ -148,7 +148,7 @@ class Conductor:
             raise
         self._note(state, reason, ended_at=time.time())
         self._show(always=True)
-        return Outcome(state=state, reason=reason, view=self._records.view())
+        return StudyOutcome(state=state, reason=reason, view=self._records.view())
 
     def _find_clock(self) -> float:
         """Since when the deadline counts: one who was killed goes on, one who had ended begins anew."""
@@ -213,18 +213,18 @@ class Conductor:
             if trial.number in self._live and 0 < now.rung == before < self._total(live):
                 self._judge(live)  # it may have been killed before it had said so
 
-    def _watch(self, number: int, run: RunStore) -> Live:
+    def _watch(self, number: int, run: RunStore) -> WatchedTrial:
         live = self._live.get(number)
         if live is None:
             record = new_record(run)
             assert record is not None
             devices = self._records.facts()[number].devices or 1
-            story = Story(devices=devices)
-            live = self._live[number] = Live(number=number, run=run, record=record, story=story)
+            story = TrialEvents(devices=devices)
+            live = self._live[number] = WatchedTrial(number=number, run=run, record=record, story=story)
         live.ruled = ""
         return live
 
-    def _hear(self, live: Live) -> None:
+    def _hear(self, live: WatchedTrial) -> None:
         """Take in what a run has told since; a look at the size of a file where that is nothing."""
         now = time.monotonic()
         if now - live.looked_at > _ALIVE_S:
@@ -247,15 +247,15 @@ class Conductor:
             self._has_news = True
             self._rests.take(live, is_ending=self._end is not None)
 
-    def _check_plan(self, live: Live) -> None:
-        refuse_silence(self._records.asked, live.story)
+    def _check_plan(self, live: WatchedTrial) -> None:
+        check_metrics_reported(self._records.asked, live.story)
         if live.story.rungs > self._records.asked.rungs:
             self._records.change(rungs=live.story.rungs)
 
-    def _total(self, live: Live) -> int:
+    def _total(self, live: WatchedTrial) -> int:
         return live.story.rungs or self._records.asked.rungs
 
-    def _take_evaluation(self, live: Live, found: RungScore) -> None:
+    def _take_evaluation(self, live: WatchedTrial, found: RungScore) -> None:
         trial = self._records.trial(live.number)
         if found.rung <= trial.rung or trial.state.is_over:
             return  # made again after a crash: the same
@@ -276,7 +276,7 @@ class Conductor:
 
     # Deciding.
 
-    def _judge(self, live: Live) -> None:
+    def _judge(self, live: WatchedTrial) -> None:
         judged = self._decider.judge(live.number)
         if judged.verdict is not Verdict.GO_ON:
             self._rule(live, judged)
@@ -284,7 +284,7 @@ class Conductor:
             self._records.change_trial(live.number, until=judged.until)
             write_verdict(live.run, {"until": judged.until})
 
-    def _rule(self, live: Live, judged: Judged) -> None:
+    def _rule(self, live: WatchedTrial, judged: Judgement) -> None:
         kind = live.ruled = "prune" if judged.verdict is Verdict.PRUNE else "hold"
         self._places.let_go(live.run, for_good=kind == "prune")
         write_verdict(live.run, {kind: judged.reason})
@@ -302,17 +302,17 @@ class Conductor:
                 return
             move = self._decider.choose()
             match move:
-                case Begin():
+                case StartTrial():
                     if not self._begin(move):
                         self._has_news = False
-                case GoOn(number=number, until=until):
+                case Continue(number=number, until=until):
                     self._go_on(number, until)
-                case Wait():
+                case WaitForResults():
                     self._has_news = False
-                case End(reason=reason):
+                case EndStudy(reason=reason):
                     self._is_exhausted, self._has_news = reason, False
 
-    def _begin(self, move: Begin) -> bool:
+    def _begin(self, move: StartTrial) -> bool:
         """Begin a trial; false where no more may."""
         asked = self._records.asked
         if asked.trials is not None and len(self._records.facts()) >= asked.trials:
@@ -356,7 +356,7 @@ class Conductor:
         for live in self._live.values():
             if live.ruled:
                 continue
-            self._rule(live, Judged(Verdict.HOLD, reason=reason))
+            self._rule(live, Judgement(Verdict.HOLD, reason=reason))
             if live.story.state in {RunState.PENDING, RunState.PLANNING}:
                 self._places.stop(live.run)
         deadline = time.monotonic() + _LEAVE_S

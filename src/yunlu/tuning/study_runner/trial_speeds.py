@@ -8,8 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from yunlu.scheduler.run_progress import RunProgress
-from yunlu.tuning.conducting.places import restarts
-from yunlu.tuning.conducting.sharing import MANY, Claim, fit_power
+from yunlu.tuning.study_runner.slots import restarts_on_resize
+from yunlu.tuning.study_runner.device_shares import MANY, DeviceClaim, fit_power
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ _SETTLED_S = 1.0
 """A step that is late by less says nothing."""
 
 
-class Paces:
+class TrialSpeeds:
     """The courses of the trials of one study: those that run, and the last that did."""
 
     def __init__(self, *, rungs: int) -> None:
@@ -82,7 +82,7 @@ class Paces:
         least: int = 1,
         most: int = MANY,
         is_pinned: bool = False,
-    ) -> Claim:
+    ) -> DeviceClaim:
         """What a trial wants, by its own speed, else by that of the others."""
         rung_s, reached = self.rung_s(trial.number), float(trial.rung)
         course = self._courses.get(trial.number)
@@ -91,7 +91,7 @@ class Paces:
         work_s = max(0.0, trial.until - reached) * rung_s
         if held and course is not None:
             work_s = max(work_s, self._late_s(course, held))
-        return Claim(
+        return DeviceClaim(
             number=trial.number,
             work_s=work_s,
             held=held,
@@ -114,7 +114,7 @@ class Paces:
 
     def _change_s(self, course: RunProgress | None) -> float:
         """What other devices cost it: a pause, or another start."""
-        if course is None or not restarts(course.run):
+        if course is None or not restarts_on_resize(course.run):
             return self.resize_s
         return self.start_s + _SAVE_S
 

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from yunlu.tuning.methods.survey import Survey
+    from yunlu.tuning.methods.trial_table import TrialTable
 
     Indices = NDArray[np.intp]
     Mask = NDArray[np.bool_]
@@ -28,7 +28,7 @@ def next_station(stations: list[int], rung: int) -> int:
     return next(station for station in stations if station > rung)
 
 
-def rank(survey: Survey, rows: Indices, stations: list[int]) -> tuple[Indices, Indices]:
+def rank(survey: TrialTable, rows: Indices, stations: list[int]) -> tuple[Indices, Indices]:
     """How many were better at the last station that each has passed, and of how many."""
     at = np.searchsorted(stations, survey.rungs[rows], side="right") - 1
     columns = survey.ladder[:, np.maximum(at, 0)]
@@ -39,7 +39,7 @@ def rank(survey: Survey, rows: Indices, stations: list[int]) -> tuple[Indices, I
     return better.sum(axis=0) * passed, np.isfinite(columns).sum(axis=0) * passed
 
 
-def may_rise(survey: Survey, rows: Indices, stations: list[int], halving: float) -> Mask:
+def may_rise(survey: TrialTable, rows: Indices, stations: list[int], halving: float) -> Mask:
     """Whether each is among those of its station that may go on to the next."""
     better, of = rank(survey, rows, stations)
     known = np.array(stations, dtype=np.float64)

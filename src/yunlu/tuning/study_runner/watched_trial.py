@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.conducting.story import Story
+    from yunlu.tuning.study_runner.trial_events import TrialEvents
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
+class WatchedTrial:
     """What is known of it."""
 
     number: int
     """Of its trial."""
     run: RunStore
     record: RunRecord
-    story: Story
+    story: TrialEvents
     ruled: str = ""
     """``hold`` or ``prune``, where that was said."""
     looked_at: float = 0.0

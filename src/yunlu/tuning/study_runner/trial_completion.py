@@ -6,43 +6,43 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.runs.states import RunState
-from yunlu.tuning.conducting.objectives import refuse_failures
-from yunlu.tuning.conducting.trial_runs import drop_checkpoints, find_run
+from yunlu.tuning.study_runner.objectives import check_failures
+from yunlu.tuning.study_runner.trial_runs import drop_checkpoints, find_run
 from yunlu.tuning.facts import find_best
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
-    from yunlu.tuning.conducting.hosting import Hosting
-    from yunlu.tuning.conducting.live import Live
-    from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.conducting.starting import Starter
+    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.trial_start import TrialStarter
     from yunlu.tuning.records import Records
 
 _LOST = 3
 """Times that a worker may vanish before its next evaluation."""
 
 
-class Rests:
+class TrialCompletion:
     """Takes runs that rest from those that are watched."""
 
     def __init__(
         self,
         records: Records,
-        hosting: Hosting,
-        places: Places,
-        starter: Starter,
-        lives: dict[int, Live],
+        hosting: SlotAllocation,
+        places: Slots,
+        starter: TrialStarter,
+        lives: dict[int, WatchedTrial],
     ) -> None:
         """``lives``: those that are watched, by the numbers of their trials."""
         self._records, self._hosting, self._places = records, hosting, places
         self._starter, self._lives = starter, lives
 
-    def forget(self, live: Live) -> None:
+    def forget(self, live: WatchedTrial) -> None:
         """Watch a run no longer."""
         self._lives.pop(live.number, None)
         self._hosting.leave(live.run)
 
-    def take(self, live: Live, *, is_ending: bool) -> None:
+    def take(self, live: WatchedTrial, *, is_ending: bool) -> None:
         """A run rests; nothing is started again where the study is ending."""
         story, spent_s = live.story, live.story.device_seconds(time.time())
         cost: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Rests:
                 self.forget(live)
                 self._fail(live, cost)
 
-    def _finish(self, live: Live, cost: dict[str, Any]) -> None:
+    def _finish(self, live: WatchedTrial, cost: dict[str, Any]) -> None:
         """Of those that are done, the best alone keeps its checkpoints: all have their models."""
         before = find_best(self._records.facts())
         self._records.end(live.number, TrialState.DONE, reason="", **cost)
@@ -83,7 +83,7 @@ class Rests:
             if run is not None:
                 drop_checkpoints(run)
 
-    def _hold(self, live: Live, cost: dict[str, Any], *, is_ending: bool) -> None:
+    def _hold(self, live: WatchedTrial, cost: dict[str, Any], *, is_ending: bool) -> None:
         trial = self._records.trial(live.number)
         goes_on = not live.ruled and trial.until > trial.rung and not is_ending
         state = TrialState.RUNNING if goes_on else TrialState.HELD
@@ -93,8 +93,8 @@ class Rests:
         else:
             self._places.let_go(live.run, for_good=False)
 
-    def _fail(self, live: Live, cost: dict[str, Any]) -> None:
+    def _fail(self, live: WatchedTrial, cost: dict[str, Any]) -> None:
         error = live.story.error
         message = (error.message if error else live.story.reason) or "its worker vanished"
         self._records.end(live.number, TrialState.FAILED, error=message, **cost)
-        refuse_failures(self._records.facts(), message, hint=error.hint if error else None)
+        check_failures(self._records.facts(), message, hint=error.hint if error else None)

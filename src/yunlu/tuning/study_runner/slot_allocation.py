@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from yunlu.core.errors import StoreError
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.runs.states import RunState
-from yunlu.tuning.conducting.pace import Paces
-from yunlu.tuning.conducting.sharing import find_promises, share
-from yunlu.tuning.conducting.trial_runs import write_verdict
+from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
+from yunlu.tuning.study_runner.device_shares import find_promises, share_devices
+from yunlu.tuning.study_runner.trial_runs import write_verdict
 from yunlu.tuning.rungs import find_size
 from yunlu.tuning.values import TrialState
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.conducting.live import Live
-    from yunlu.tuning.conducting.places import Places
-    from yunlu.tuning.conducting.sharing import Aim, Claim
+    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.device_shares import Aim, DeviceClaim
     from yunlu.tuning.records import Records
     from yunlu.tuning.values import Method
 
@@ -34,11 +34,11 @@ _WORTH = 20.0
 """A trial may grow where it takes so many times as long as it takes to start."""
 
 
-class Hosting:
+class SlotAllocation:
     """Gives trials devices, and asks for them back."""
 
     def __init__(
-        self, records: Records, method: Method, places: Places, *, elastic: Elastic = "auto"
+        self, records: Records, method: Method, places: Slots, *, elastic: Elastic = "auto"
     ) -> None:
         asked = records.asked
         assert asked.job is not None
@@ -56,7 +56,7 @@ class Hosting:
         self.is_deaf = asked.job.communication.method == "asynchronous"
         self.queue: dict[int, RunStore] = {}
         """Trials that wait for devices, by number."""
-        self._paces = Paces(rungs=max(asked.rungs, 1))
+        self._paces = TrialSpeeds(rungs=max(asked.rungs, 1))
         self._given: dict[str, int] = {}
         self._leaving: list[RunStore] = []
         self._refused_at: dict[int, float] = {}
@@ -100,7 +100,7 @@ class Hosting:
         self.queue.clear()
         return waited
 
-    def start_queued(self, lives: Sequence[Live]) -> list[tuple[int, RunStore]]:
+    def start_queued(self, lives: Sequence[WatchedTrial]) -> list[tuple[int, RunStore]]:
         """Start those for whom there are devices now."""
         if not self.queue:
             return []
@@ -125,7 +125,7 @@ class Hosting:
         trial, share = self._records.trial(number), self._shares.get(number, 0)
         left_s = self._paces.rung_s(number) * (trial.until - trial.rung)
         is_short = self._is_measured() and left_s < self._paces.start_s
-        return self._least if self._elastic == "auto" and is_short else max(share, self._least)
+        return self._least if self._elastic == "auto" and is_short else max(share_devices, self._least)
 
     def _start(self, number: int, run: RunStore, devices: int) -> bool:
         trial = self._records.trial(number)
@@ -143,7 +143,7 @@ class Hosting:
         self._records.change_trial(number, state=TrialState.RUNNING, devices=devices)
         return True
 
-    def _taken(self, lives: Sequence[Live]) -> int:
+    def _taken(self, lives: Sequence[WatchedTrial]) -> int:
         self._leaving = [run for run in self._leaving if self._places.held(run)]
         here = {live.run.id: live.run for live in lives if live.number not in self.queue}
         return sum(
@@ -152,7 +152,7 @@ class Hosting:
 
     # Sharing them out.
 
-    def share(self, lives: Sequence[Live]) -> None:
+    def share_devices(self, lives: Sequence[WatchedTrial]) -> None:
         """Give the devices that are free to those who make most of them."""
         now = time.monotonic()
         if now - self._shared_at < _SHARE_S or not self._is_elastic():
@@ -168,7 +168,7 @@ class Hosting:
             )
             for number in self.queue
         ]
-        self._shares = share(self._places.devices, claims, aim=self._aim)
+        self._shares = share_devices(self._places.devices, claims, aim=self._aim)
         free = self._places.devices - self._taken(lives)
         changes = [
             (self._shares[claim.number] - claim.held, live)
@@ -184,7 +184,7 @@ class Hosting:
                 self._given[live.run.id] = devices
                 self._records.change_trial(live.number, devices=devices)
 
-    def _claim(self, live: Live, promises: dict[int, float]) -> Claim:
+    def _claim(self, live: WatchedTrial, promises: dict[int, float]) -> DeviceClaim:
         trial = self._records.trial(live.number)
         held = self._given.get(live.run.id) or self._places.held(live.run) or self._least
         is_moving = live.story.state is not RunState.RUNNING or bool(live.ruled)

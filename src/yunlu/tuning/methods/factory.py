@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError, missing_part
 from yunlu.spec.search import encode_value
-from yunlu.tuning.methods.listed import Listed
-from yunlu.tuning.methods.population import Population
-from yunlu.tuning.methods.samplers import CmaEs, Draws, Random, Sobol, mix_seed
-from yunlu.tuning.methods.stopping import Composed, Halving, Median, Patience, Whole
-from yunlu.tuning.values import Begin, End
+from yunlu.tuning.methods.grid import GridSampler
+from yunlu.tuning.methods.population import PopulationBasedTraining
+from yunlu.tuning.methods.samplers import CmaEsSampler, SettingDraws, RandomSampler, SobolSampler, mix_seed
+from yunlu.tuning.methods.stopping import SamplerWithStopping, SuccessiveHalving, MedianStopping, PatienceStopping, NoStopping
+from yunlu.tuning.values import StartTrial, EndStudy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.spec.search import SearchSpec, StopSpec
     from yunlu.tuning.methods.samplers import Sampler
     from yunlu.tuning.methods.stopping import Stopping
-    from yunlu.tuning.values import Dimension, Judged, Method, Move, Params, Stand, Trial
+    from yunlu.tuning.values import Dimension, Judgement, Method, Action, Params, StudySnapshot, Trial
 
 _STOPS_EARLY = ("random", "sobol", "tpe")
 """Methods that ``stop: auto`` lets ASHA work with: the others need values of whole trainings."""
@@ -49,13 +49,13 @@ def make_method(
         from yunlu.tuning.methods.frontier import Frontier  # noqa: PLC0415 - of this method alone
 
         method: Method = Frontier(dimensions, seed=seed, allowed=allowed, past=past)
-        draws = Draws(dimensions, allowed)
-        method = Once(method, draws, seed=seed) if draws.is_finite else method
+        draws = SettingDraws(dimensions, allowed)
+        method = NoRepeats(method, draws, seed=seed) if draws.is_finite else method
         return _with_first(search, method, draws, seed)
-    draws = Draws(dimensions, allowed)
+    draws = SettingDraws(dimensions, allowed)
     sampler = _make_sampler(name, search, draws, seed=seed, objectives=objectives, past=past)
     if stop.name == "pbt":
-        method = Population(
+        method = PopulationBasedTraining(
             sampler,
             dimensions,
             seed=seed,
@@ -65,7 +65,7 @@ def make_method(
             allowed=allowed,
         )
     else:
-        method = Composed(sampler, _make_stopping(stop))
+        method = SamplerWithStopping(sampler, _make_stopping(stop))
     return _with_first(search, method, draws, seed)
 
 
@@ -89,7 +89,7 @@ def name_method(search: SearchSpec, objectives: int = 1) -> tuple[str, StopSpec]
 def _make_sampler(
     name: str,
     search: SearchSpec,
-    draws: Draws,
+    draws: SettingDraws,
     *,
     seed: int,
     objectives: int,
@@ -98,18 +98,18 @@ def _make_sampler(
     match name:
         case "grid":
             points = {field: spec.count for field, spec in search.space.items() if spec.count}
-            return Listed(draws.dimensions, seed=seed, points=points, allowed=draws.allowed)
+            return GridSampler(draws.dimensions, seed=seed, points=points, allowed=draws.allowed)
         case "random":
-            return Random(draws, seed=seed)
+            return RandomSampler(draws, seed=seed)
         case "sobol":
-            return Sobol(draws, seed=seed)
+            return SobolSampler(draws, seed=seed)
         case "cmaes":
             if not any(not d.choices and not d.when and d.low < d.high for d in draws.dimensions):
                 raise JobError(
                     "search.method: cmaes varies numbers, but no field has a range that always exists.",
                     hint="take tpe, or grid",
                 )
-            return CmaEs(draws, seed=seed, past=past)
+            return CmaEsSampler(draws, seed=seed, past=past)
         case "tpe" | "gp" | "nsga2":
             try:
                 from yunlu.tuning.methods.optuna_samplers import OptunaSampler  # noqa: PLC0415
@@ -131,76 +131,76 @@ def _make_sampler(
 def _make_stopping(stop: StopSpec) -> Stopping:
     match stop.name:
         case "median":
-            return Median(first=stop.first, trials=stop.trials)
+            return MedianStopping(first=stop.first, trials=stop.trials)
         case "asha":
-            return Halving(eta=stop.eta, first=stop.first)
+            return SuccessiveHalving(eta=stop.eta, first=stop.first)
         case "hyperband":
-            return Halving(eta=stop.eta, first=stop.first, brackets=None)
+            return SuccessiveHalving(eta=stop.eta, first=stop.first, brackets=None)
         case "patience":
-            return Patience(patience=stop.patience, min_delta=stop.min_delta)
+            return PatienceStopping(patience=stop.patience, min_delta=stop.min_delta)
         case _:
-            return Whole()
+            return NoStopping()
 
 
-class Once:
+class NoRepeats:
     """Of a space with an end, no setting comes twice: another one instead, until none is left."""
 
-    def __init__(self, method: Method, draws: Draws, *, seed: int) -> None:
+    def __init__(self, method: Method, draws: SettingDraws, *, seed: int) -> None:
         """``method`` thinks of settings as if there were always another one."""
         self._method = method
         self._draws = draws
         self._seed = seed
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """What the method would do, with a setting that is new."""
         left = self._find_left(stand)
         if left is None:
             move = self._method.choose(replace(stand, trials_left=0))
-            return End("every setting was tried") if isinstance(move, End) else move
+            return EndStudy("every setting was tried") if isinstance(move, EndStudy) else move
         move = self._method.choose(stand)
-        if not isinstance(move, Begin):
+        if not isinstance(move, StartTrial):
             return move
         is_new = self._draws.accepts(move.params, self._draws.taken(stand.trials))
         return move if is_new else replace(move, params=left)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """By the method; where nothing new is left, nobody has to make room for it."""
         has_new = self._find_left(stand) is not None
         return self._method.judge(number, stand if has_new else replace(stand, trials_left=0))
 
-    def _find_left(self, stand: Stand) -> Params | None:
+    def _find_left(self, stand: StudySnapshot) -> Params | None:
         seed = mix_seed(self._seed, len(stand.trials))
         return self._draws.draw(seed, self._draws.taken(stand.trials))
 
 
-class First:
+class EnqueuedFirst:
     """Settings that the user wants tried first, then whatever the method finds."""
 
-    def __init__(self, settings: list[Params], method: Method, draws: Draws, *, seed: int) -> None:
+    def __init__(self, settings: list[Params], method: Method, draws: SettingDraws, *, seed: int) -> None:
         """What a setting leaves out is drawn."""
         self._settings = settings
         self._method = method
         self._draws = draws
         self._seed = seed
 
-    def choose(self, stand: Stand) -> Move:
+    def choose(self, stand: StudySnapshot) -> Action:
         """The method says when, the user what."""
         move = self._method.choose(stand)
         number = len(stand.trials)
-        if number >= len(self._settings) or not isinstance(move, Begin) or move.copy_from:
+        if number >= len(self._settings) or not isinstance(move, StartTrial) or move.copy_from:
             return move
         params = self._draws.draw(mix_seed(self._seed, number), set(), self._settings[number])
         return move if params is None else replace(move, params=params)
 
-    def judge(self, number: int, stand: Stand) -> Judged:
+    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
         """By the method."""
         return self._method.judge(number, stand)
 
 
-def _with_first(search: SearchSpec, method: Method, draws: Draws, seed: int) -> Method:
+def _with_first(search: SearchSpec, method: Method, draws: SettingDraws, seed: int) -> Method:
     if not search.first:
         return method
     settings: list[Params] = [
         {name: encode_value(value) for name, value in setting.items()} for setting in search.first
     ]
-    return First(settings, method, draws, seed=seed)
+    return EnqueuedFirst(settings, method, draws, seed=seed)

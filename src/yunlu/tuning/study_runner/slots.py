@@ -47,7 +47,7 @@ _AGAIN_S = 60.0
 _CALM_S = 1.5
 
 
-class Places(Protocol):
+class Slots(Protocol):
     """Devices for trials."""
 
     @property
@@ -93,20 +93,20 @@ class Places(Protocol):
         ...
 
 
-def restarts(run: RunStore) -> bool:
+def restarts_on_resize(run: RunStore) -> bool:
     """Whether a run of this machine can only get other devices in another life."""
     record = read_leases(run)
     return record is None or any(lease.slots for lease in record.wanted)
 
 
-def find_places(*, devices: int | None = None, priority: int = 0, team: str = "") -> Places:
+def find_slots(*, devices: int | None = None, priority: int = 0, team: str = "") -> Slots:
     """The pool where one is up, else this machine."""
     if find_service(lifecycle.home()) is not None:
-        return PoolPlaces(devices=devices, priority=priority, team=team)
-    return LocalPlaces(devices)
+        return PoolSlots(devices=devices, priority=priority, team=team)
+    return LocalSlots(devices)
 
 
-def refuse_crumbs(devices: int | None) -> None:
+def check_cpu_share(devices: int | None) -> None:
     """Each share of a processor may become a process: too many would end the machine, not the study."""
     cores = len(os.sched_getaffinity(0))
     if devices is None or devices <= _SHARES_PER_CORE * cores:
@@ -119,7 +119,7 @@ def refuse_crumbs(devices: int | None) -> None:
         )
 
 
-class LocalPlaces:
+class LocalSlots:
     """This machine: its GPUs, or equal shares of its processor."""
 
     def __init__(self, devices: int | None = None) -> None:
@@ -156,7 +156,7 @@ class LocalPlaces:
         """As ``Places.resize``: live, or by a stop from which it is to be started again."""
         del promise
         sight, crew = self._hands.look(run), read_worker_group(run)
-        must_restart = restarts(run)
+        must_restart = restarts_on_resize(run)
         if sight.state is not RunState.RUNNING or not (must_restart or sight.is_resizable):
             return False
         held = max(sight.devices, 1) if must_restart or crew is None else crew.target
@@ -230,7 +230,7 @@ class LocalPlaces:
         return Placement(((self._node.name, devices),))
 
 
-class PoolPlaces:
+class PoolSlots:
     """The pool of this home: its allocator places trials beside all other runs.
 
     A trial is an entry of the queue, bounded to what the study means it to have. The pool may give it

@@ -20,7 +20,7 @@ __all__ = [
     "best_point",
     "find_best",
     "find_front",
-    "look",
+    "read_view",
 ]
 
 

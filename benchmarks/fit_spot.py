@@ -17,8 +17,8 @@ import numpy as np
 from rich.console import Console
 from scipy.signal import lfilter
 
+from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot.model import AGE_EDGES_S, SpotModel
-from yunlu.scheduler.spot.traces import read_availability
 from yunlu.scheduler.spot.values import HOUR_S
 
 if TYPE_CHECKING:

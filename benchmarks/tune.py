@@ -62,13 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(make_table(PARTS[part], found[part]))
     if options.json:
         options.json.write_text(json.dumps(_as_dict(found, runs), indent=1), encoding="utf-8")
-    asked = [
+    request = [
         each.is_met for figures in found.values() for each in figures if each.is_met is not None
     ]
-    if asked:
-        missed = asked.count(False)
+    if request:
+        missed = request.count(False)
         console.print(f"{missed} figures are not reached" if missed else "all figures are reached")
-    return 1 if failed or not all(asked) else 0
+    return 1 if failed or not all(request) else 0
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

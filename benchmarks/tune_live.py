@@ -30,31 +30,31 @@ GOAL = 1.4
 
 def main() -> int:
     """Live through the study in both ways, in turns, and print the table."""
-    asked = _parse()
+    request = _parse()
     screen = Console(stderr=True)
-    directory = (asked.keep or Path(tempfile.mkdtemp(prefix="yunlu-tune-"))).absolute()
-    job = make_job(trials=asked.trials, steps=asked.steps, seed=asked.seed)
+    directory = (request.keep or Path(tempfile.mkdtemp(prefix="yunlu-tune-"))).absolute()
+    job = make_job(trials=request.trials, steps=request.steps, seed=request.seed)
     with screen.status("planning"):
-        told = foresee(job, devices=asked.devices)
+        told = foresee(job, devices=request.devices)
     lived: list[Lived] = []
-    for turn in range(asked.repeat):
-        for mode in asked.modes:
+    for turn in range(request.repeat):
+        for mode in request.modes:
             home = directory / f"{mode}-{turn}"
             home.mkdir(parents=True)
-            with screen.status(f"{mode}: 0 of {asked.trials} trials") as status:
+            with screen.status(f"{mode}: 0 of {request.trials} trials") as status:
                 lived.append(
                     live_through(
                         job,
                         home,
                         mode=mode,
-                        devices=asked.devices,
+                        devices=request.devices,
                         watch=lambda view, mode=mode: status.update(
-                            f"{mode}: {len(view.trials)} of {asked.trials} trials begun, "
+                            f"{mode}: {len(view.trials)} of {request.trials} trials begun, "
                             f"{sum(facts.state.is_over for facts in view.trials)} over"
                         ),
                     )
                 )
-            _write(asked.json, lived, told)
+            _write(request.json, lived, told)
     Console(width=120).print(_table(lived, told))
     ratio = compare(lived)
     words = "" if ratio is None else f"static / elastic: {ratio:.2f} (to reach: {GOAL})\n"

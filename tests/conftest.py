@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,9 @@ settings.load_profile("yunlu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw examples that depend on nothing but the test."""
+    """Draw examples that depend on nothing but the test; start programs that Ctrl-C ends."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--hypothesis-profile") != "fuzz":
         # Hypothesis draws constants of the modules that happen to be imported: other tests decide.
         providers._get_local_constants = lambda: providers._local_constants

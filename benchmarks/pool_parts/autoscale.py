@@ -26,18 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
+from yunlu.lab.spot.interruptions import interrupt
+from yunlu.lab.spot.study import draw_starts, rank, run_trials, run_zones, summarise
+from yunlu.lab.spot.traces import read_prices
 from yunlu.scheduler.autoscaling.values import Rules
-from yunlu.scheduler.spot.interruptions import interrupt
 from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.study import draw_starts, rank, run_trials, run_zones, summarise
-from yunlu.scheduler.spot.traces import read_prices
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.pool_parts.autoscale_queue import Bill
-    from yunlu.scheduler.spot.study import Standing
+    from yunlu.lab.spot.study import Standing
     from yunlu.scheduler.spot.values import Market, Outcome
 
 DEFAULT_FILE = (

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.hardware.fleet import Placement
+from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
+from yunlu.lab.spot.replay import replay
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.decision import decide_nodes
 from yunlu.scheduler.autoscaling.values import Lease, Notes, Offer, Rules
 from yunlu.scheduler.policy.values import Demand, PoolState
-from yunlu.scheduler.spot.baselines import Greedy, OnDemandOnly, UniformProgress
-from yunlu.scheduler.spot.replay import replay
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.scheduler.spot.study import draw_starts, rank, run_trials, run_zones, summarise
-from yunlu.scheduler.spot.traces import read_availability
+from yunlu.lab.spot.study import draw_starts, rank, run_trials, run_zones, summarise
+from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.spot.study import Standing
+    from yunlu.lab.spot.study import Standing
     from yunlu.scheduler.spot.values import Market
 
 WORK_H = 24.0

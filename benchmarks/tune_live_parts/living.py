@@ -11,9 +11,9 @@ from yunlu.jobs.lifecycle import make_plan
 from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.spec.load import job_from_mapping
-from yunlu.tuning.study_runner.slots import LocalSlots
 from yunlu.tuning.forecast import StudyForecast, predict_search, trial_time_of
 from yunlu.tuning.study import Study
+from yunlu.tuning.study_runner.slots import LocalSlots
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def live_through(
     os.environ["YUNLU_HOME"] = str(home)  # noqa: TID251 (each study has runs of its own)
     with Study(job, name=f"live-{mode}") as study:
         began_at = time.time()
-        study.optimize(places=LocalSlots(devices), elastic=mode == "elastic", on_change=watch)
+        study.optimize(slots=LocalSlots(devices), elastic=mode == "elastic", on_change=watch)
         ended_at = time.time()
         view = study.view()
     assert view.best is not None

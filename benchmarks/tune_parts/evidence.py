@@ -143,8 +143,8 @@ class Taskset:
 
     def curve(self, params: Params) -> Course:
         """That of the nearest setting there is, by the logarithms, each range counted as 1."""
-        asked = self._place(np.asarray([[params[each.name] for each in self.dimensions]]))
-        nearest = int(np.argmin(((self._settings - asked) ** 2).sum(axis=1)))
+        request = self._place(np.asarray([[params[each.name] for each in self.dimensions]]))
+        nearest = int(np.argmin(((self._settings - request) ** 2).sum(axis=1)))
         return self._losses[nearest].tolist(), [float(step + 1) for step in range(self.rungs)]
 
     @cached_property

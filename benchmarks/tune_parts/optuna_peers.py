@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from yunlu.tuning.values import StartTrial, Judgement, TrialState, Verdict
+from yunlu.tuning.values import Judgement, StartTrial, TrialState, Verdict
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-    from yunlu.tuning.values import Dimension, Action, StudySnapshot
+    from yunlu.tuning.values import Action, Dimension, StudySnapshot
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -36,28 +36,28 @@ class OptunaPeer:
         self._space = {each.name: as_distribution(each) for each in dimensions}
         self._asked: dict[int, optuna.Trial] = {}
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """A new trial, always: Optuna holds none."""
         for number in [*self._asked]:
-            trial = stand.trials[number]
+            trial = snapshot.trials[number]
             if trial.state is TrialState.DONE:
-                asked = self._asked.pop(number)
-                asked.report(trial.points[-1].value, trial.rung)
-                self._study.tell(asked, trial.points[-1].value)
+                request = self._asked.pop(number)
+                request.report(trial.points[-1].value, trial.rung)
+                self._study.tell(request, trial.points[-1].value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            asked = self._study.ask(self._space)
-        self._asked[asked.number] = asked
-        return StartTrial(asked.params, stand.rungs)
+            request = self._study.ask(self._space)
+        self._asked[request.number] = request
+        return StartTrial(request.params, snapshot.rungs)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """What the pruner says."""
-        asked, trial = self._asked[number], stand.trials[number]
-        asked.report(trial.points[-1].value, trial.rung)
-        if not asked.should_prune():
+        request, trial = self._asked[number], snapshot.trials[number]
+        request.report(trial.points[-1].value, trial.rung)
+        if not request.should_prune():
             return Judgement(Verdict.GO_ON)
         del self._asked[number]
-        self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        self._study.tell(request, state=optuna.trial.TrialState.PRUNED)
         return Judgement(Verdict.PRUNE)
 
 

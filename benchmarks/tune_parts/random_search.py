@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.tune_parts.sampling import draw
-from yunlu.tuning.values import StartTrial, Judgement, Verdict
+from yunlu.tuning.values import Judgement, StartTrial, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Dimension, Action, StudySnapshot
+    from yunlu.tuning.values import Action, Dimension, StudySnapshot
 
 
 class Random:
@@ -19,12 +19,12 @@ class Random:
     def __init__(self, dimensions: tuple[Dimension, ...], *, seed: int) -> None:
         self._dimensions, self._seed = dimensions, seed
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """The setting depends on the seed and the trial's number only."""
-        rng = np.random.default_rng([self._seed, len(stand.trials)])
-        return StartTrial(draw(self._dimensions, rng), stand.rungs)
+        rng = np.random.default_rng([self._seed, len(snapshot.trials)])
+        return StartTrial(draw(self._dimensions, rng), snapshot.rungs)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:  # noqa: ARG002 (a Method's)
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:  # noqa: ARG002 (a Method's)
         """Nobody is stopped."""
         return Judgement(Verdict.GO_ON)
 

@@ -11,7 +11,7 @@ from benchmarks.tune_parts.random_search import Random
 from yunlu.tuning.values import Judgement, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Dimension, Action, StudySnapshot
+    from yunlu.tuning.values import Action, Dimension, StudySnapshot
 
 
 class RayAsha:
@@ -25,16 +25,16 @@ class RayAsha:
         self._scheduler: Any = ASHAScheduler(metric="value", mode="min", max_t=rungs)
         self._trials: dict[int, Any] = {}
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """A new trial, always: ASHA in Ray Tune stops, and never holds."""
-        number = len(stand.trials)
+        number = len(snapshot.trials)
         self._trials[number] = SimpleNamespace(trial_id=str(number))
         self._scheduler.on_trial_add(None, self._trials[number])
-        return self._random.choose(stand)
+        return self._random.choose(snapshot)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """What the scheduler says."""
-        trial = stand.trials[number]
+        trial = snapshot.trials[number]
         result = {"training_iteration": trial.rung, "value": trial.points[-1].value}
         action = self._scheduler.on_trial_result(None, self._trials[number], result)
         if action != TrialScheduler.STOP:

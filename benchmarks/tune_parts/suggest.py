@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.tune_parts.figures import Figure
 from benchmarks.tune_parts.sampling import sample
-from yunlu.tuning.values import StartTrial, Dimension, Point, StudySnapshot, Trial, TrialState
+from yunlu.tuning.values import Dimension, Point, StartTrial, StudySnapshot, Trial, TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +82,8 @@ def _ask_yunlu(trials: list[Trial]) -> list[float]:
     rng = np.random.default_rng(1)
     took_ms: list[float] = []
     while len(took_ms) <= _ASKED:
-        stand = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
-        move, chosen_ms = _time(partial(method.choose, stand))
+        snapshot = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
+        move, chosen_ms = _time(partial(method.choose, snapshot))
         if isinstance(move, StartTrial):
             trial = _end_trial(len(trials), move.params, move.until, rng)
             trials.append(trial)
@@ -91,8 +91,8 @@ def _ask_yunlu(trials: list[Trial]) -> list[float]:
             trial = _end_trial(move.number, trials[move.number].params, move.until, rng)
         running = replace(trial, state=TrialState.RUNNING)
         trials[trial.number] = running
-        stand = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
-        _, judged_ms = _time(partial(method.judge, trial.number, stand))
+        snapshot = StudySnapshot(trials=tuple(trials), rungs=_RUNGS, workers=4)
+        _, judged_ms = _time(partial(method.judge, trial.number, snapshot))
         trials[trial.number] = trial
         took_ms.append(chosen_ms + judged_ms)
     return took_ms
@@ -130,9 +130,9 @@ def _ask_optuna(trials: list[Trial], sampler: Any) -> list[float]:
     )
     took_ms: list[float] = []
     for _ in range(_ASKED + 1):
-        asked, ms = _time(lambda: study.ask(space))
+        request, ms = _time(lambda: study.ask(space))
         took_ms.append(ms)
-        study.tell(asked, 1.0)
+        study.tell(request, 1.0)
     return took_ms
 
 

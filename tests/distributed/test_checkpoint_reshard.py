@@ -31,11 +31,11 @@ from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.optimizer_state import (
+    empty_optimizer_shards,
     fill_optimizer,
     install_optimizer,
     optimizer_shards,
     parameter_shards,
-    wanted_optimizer,
 )
 from yunlu.training.parallel.redistribute import gather_specs, redistribute
 from yunlu.training.parallel.tensor_slices import fill, join_groups, shard_of, weights_of
@@ -249,7 +249,7 @@ def _hand_over(world: World) -> None:
     new = State(halves, 0)
     wanted = {"model": weights_of([new.part])}
     specs = gather_specs(held["optimizer"].values())
-    wanted["optimizer"] = wanted_optimizer(new.optimizer, new.names, specs)
+    wanted["optimizer"] = empty_optimizer_shards(new.optimizer, new.names, specs)
     redistribute(join_groups(held), join_groups(wanted))
     install_optimizer(new.optimizer, new.names, wanted["optimizer"], packed)
     new.check(State(halves, 100).remember(halves, 100))

@@ -27,7 +27,7 @@ from yunlu.training.communication.error_feedback import redistribute_residuals
 from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.engine import Engine
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.parallel.sockets import tells_of_loss
+from yunlu.training.parallel.sockets import is_connection_error
 from yunlu.training.parallel.world import World, form_world
 from yunlu.training.tasks.task import Batch, Splits, call
 from yunlu.training.training_inputs import TrainingInputs
@@ -570,7 +570,7 @@ def _lose(
     if isinstance(caught.value, GoneError):
         world.disconnect()
         return None
-    assert tells_of_loss(caught.value), caught.value
+    assert is_connection_error(caught.value), caught.value
     engine.abandon_step()
     back, held = engine.steps_done, digest(engine)
     world.disconnect()

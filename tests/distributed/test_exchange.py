@@ -63,7 +63,8 @@ def columns(rank: int, size: int) -> list[TensorShard]:
 
 def emptied(shards: list[TensorShard]) -> list[TensorShard]:
     return [
-        TensorShard(one.name, one.shape, one.region, torch.full_like(one.tensor, 1)) for one in shards
+        TensorShard(one.name, one.shape, one.region, torch.full_like(one.tensor, 1))
+        for one in shards
     ]
 
 

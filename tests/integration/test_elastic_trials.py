@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 BATCH = 32
 
 
-def make_trial(places: Slots) -> RunStore:
+def make_trial(slots: Slots) -> RunStore:
     job = Job.model_validate(
         {
             "name": "trial",
@@ -37,7 +37,7 @@ def make_trial(places: Slots) -> RunStore:
             "spares": 0,
         }
     )
-    run = places.submit(job)
+    run = slots.submit(job)
     write_atomically(
         run.path / Document.TRIAL, json.dumps({"study": "test", "number": 0, "params": {}})
     )
@@ -97,29 +97,29 @@ def check_samples(run: RunStore) -> None:
 
 @pytest.mark.long
 def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
-    places = LocalSlots(2)
-    run = make_trial(places)
+    slots = LocalSlots(2)
+    run = make_trial(slots)
     with ended(run):
-        places.start(run, 1, most=1)
+        slots.start(run, 1, most=1)
         wait(has_trained(run), run)
-        assert (places.held(run), places.usable(run)) == (1, 2)
-        wait(lambda: places.resize(run, 2), run)  # stopped, to be started again
+        assert (slots.held(run), slots.usable(run)) == (1, 2)
+        wait(lambda: slots.resize(run, 2), run)  # stopped, to be started again
         wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
-        wait(lambda: places.held(run) == 0, run)
+        wait(lambda: slots.held(run) == 0, run)
         assert sizes_of(run) == []
-        places.start(run, 2)
+        slots.start(run, 2)
         wait(has_trained(run), run)
-        assert (places.held(run), sizes_of(run)) == (2, [2])
-        wait(lambda: places.resize(run, 1), run)
+        assert (slots.held(run), sizes_of(run)) == (2, [2])
+        wait(lambda: slots.resize(run, 1), run)
         wait(lambda: sizes_of(run)[-1] == 1, run)
-        wait(lambda: places.held(run) == 1, run)
+        wait(lambda: slots.held(run) == 1, run)
         wait(has_trained(run), run)
-        wait(lambda: places.resize(run, 2), run)
+        wait(lambda: slots.resize(run, 2), run)
         wait(lambda: sizes_of(run)[-1] == 2, run)
         wait(has_trained(run), run)
         write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
         wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
-        wait(lambda: places.held(run) == 0, run)
+        wait(lambda: slots.held(run) == 0, run)
     assert sizes_of(run) == [2, 1, 2]
     check_samples(run)
 
@@ -128,32 +128,32 @@ def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
 def test_a_trial_of_the_pool_grows_and_is_held_and_goes_on(own_home: Path) -> None:
     settings = PoolSettings(executor="local://?devices=2", policy="fair", round_s=1.0, look_s=0.2)
     control.bring_up(own_home, settings)
-    places = PoolSlots()
-    run = make_trial(places)
+    slots = PoolSlots()
+    run = make_trial(slots)
     try:
         with ended(run):
-            assert places.devices == 2
-            places.start(run, 1)
+            assert slots.devices == 2
+            slots.start(run, 1)
             wait(has_trained(run), run)
-            assert (places.held(run), sizes_of(run)) == (1, [1])
-            assert places.resize(run, 2, promise=1.0)
+            assert (slots.held(run), sizes_of(run)) == (1, [1])
+            assert slots.resize(run, 2, promise=1.0)
             wait(lambda: sizes_of(run)[-1] == 2, run)
             wait(has_trained(run), run)
-            places.let_go(run, for_good=False)
+            slots.release(run, for_good=False)
             write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"hold": "test"}))
             wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
-            wait(lambda: places.held(run) == 0, run)
+            wait(lambda: slots.held(run) == 0, run)
             write_atomically(run.path / Document.TRIAL_CONTROL, "{}")
-            places.start(run, 2)
+            slots.start(run, 2)
             wait(has_trained(run), run)
-            assert sizes_of(run)[-1] == places.held(run) == 2
-            places.let_go(run, for_good=True)
+            assert sizes_of(run)[-1] == slots.held(run) == 2
+            slots.release(run, for_good=True)
             write_atomically(run.path / Document.TRIAL_CONTROL, json.dumps({"prune": "test"}))
             wait(lambda: lifecycle.read_record(run).state is RunState.STOPPED, run)
-            wait(lambda: places.held(run) == 0, run)
+            wait(lambda: slots.held(run) == 0, run)
     finally:
         control.bring_down(own_home, stop_jobs=True)
-    lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
-    assert lives == 2  # nobody else started it while it was held
+    watched_trials = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
+    assert watched_trials == 2  # nobody else started it while it was held
     check_samples(run)
     assert "Traceback" not in PoolStore(own_home).log.read_text()

@@ -56,7 +56,7 @@ def page(
     """The page, opened; at the end no complaint and no request beyond the file may have come."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     page, requests, complaints = context.new_page(), list[str](), list[str]()
-    page.on("request", lambda asked: requests.append(asked.url))
+    page.on("request", lambda request: requests.append(request.url))
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     address = addresses[request.param]

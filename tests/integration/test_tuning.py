@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.integration import toy_study
-from tests.integration.toy_study import EPOCHS, ToyPlaces, toy_job
+from tests.integration.toy_study import EPOCHS, ToySlots, toy_job
 from tests.integration.toy_trial import STEPS_PER_RUNG, loss_of
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.events import AttemptStarted
@@ -44,7 +44,7 @@ def nobody_left_behind(own_home: Path) -> Iterator[None]:
 
 
 def optimize(study: Study, **options: Any) -> StudyView:
-    study.optimize(places=options.pop("places", ToyPlaces()), elastic=False, **options)
+    study.optimize(slots=options.pop("slots", ToySlots()), elastic=False, **options)
     return study.view()
 
 
@@ -70,53 +70,53 @@ def wait_for_change(path: Path, process: subprocess.Popen[bytes]) -> None:
 class Rungs:
     """Three trials, each held at every rung: the next one goes on in turn."""
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        if len(stand.trials) < 3:
-            return StartTrial({"train.optimizer.lr": 10.0 ** -(len(stand.trials) + 1)}, until=1)
-        held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        if len(snapshot.trials) < 3:
+            return StartTrial({"train.optimizer.lr": 10.0 ** -(len(snapshot.trials) + 1)}, until=1)
+        held = [trial for trial in snapshot.trials if trial.state is TrialState.HELD]
         if held:
             trial = min(held, key=lambda trial: (trial.rung, trial.number))
             return Continue(trial.number, trial.rung + 1)
-        return WaitForResults() if any(not t.state.is_over for t in stand.trials) else EndStudy("all are done")
+        return WaitForResults() if any(not t.state.is_over for t in snapshot.trials) else EndStudy("all are done")
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        del number, stand
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        del number, snapshot
         return Judgement(Verdict.HOLD, reason="in turn")
 
 
 class Eager:
     """One trial that is let on from rung to rung; it never leaves its place."""
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        if stand.trials:
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        if snapshot.trials:
             return EndStudy("one is enough")
         return StartTrial({"train.optimizer.lr": 0.01}, until=1)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        return Judgement(Verdict.GO_ON, until=stand.trials[number].rung + 1)
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        return Judgement(Verdict.GO_ON, until=snapshot.trials[number].rung + 1)
 
 
 class Ruthless:
     """Every second trial is given up at its first evaluation."""
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        number = len(stand.trials)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        number = len(snapshot.trials)
         return StartTrial({"train.optimizer.lr": 0.1 / (number + 1)}, until=1) if number < 3 else WaitForResults()
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         if number % 2 == 0:
             return Judgement(Verdict.PRUNE, reason="an even number")
-        return Judgement(Verdict.GO_ON, until=stand.rungs)
+        return Judgement(Verdict.GO_ON, until=snapshot.rungs)
 
 
 class Repeating:
     """The same two settings again and again."""
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        return StartTrial({"train.optimizer.lr": (0.1, 0.01)[len(stand.trials) % 2]}, until=stand.rungs)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        return StartTrial({"train.optimizer.lr": (0.1, 0.01)[len(snapshot.trials) % 2]}, until=snapshot.rungs)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        return Judgement(Verdict.GO_ON, until=stand.trials[number].until)
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        return Judgement(Verdict.GO_ON, until=snapshot.trials[number].until)
 
 
 def test_a_study_records_every_trial_and_optuna_reads_it(own_home: Path) -> None:
@@ -151,26 +151,26 @@ def test_a_metric_to_maximise_keeps_its_sign() -> None:
 @pytest.mark.slow
 def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: Path) -> None:
     study = Study(toy_job(), name="rungs")
-    run_to_end(study.records, method=Rungs(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Rungs(), slots=ToySlots(), elastic=False)
     assert [facts.state for facts in study.trials] == [TrialState.DONE] * 3
     for facts in study.trials:
         run = open_run(own_home / str(facts.run))
         assert steps_of(run) == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
         assert [point.rung for point in facts.points] == [*range(1, EPOCHS + 1)]
-        lives = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
-        assert 1 <= len(lives) <= EPOCHS
+        watched_trials = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
+        assert 1 <= len(watched_trials) <= EPOCHS
 
 
 def test_a_trial_that_is_let_on_never_leaves_its_place(own_home: Path) -> None:
     study = Study(toy_job(), name="eager")
-    run_to_end(study.records, method=Eager(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Eager(), slots=ToySlots(), elastic=False)
     run = open_run(own_home / str(study.trials[0].run))
     assert sum(isinstance(event, AttemptStarted) for event, _ in run.read_events()) == 1
 
 
 def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) -> None:
     study = Study(toy_job(trials=3), name="pruned")
-    run_to_end(study.records, method=Ruthless(), places=ToyPlaces(), elastic=False)
+    run_to_end(study.records, method=Ruthless(), slots=ToySlots(), elastic=False)
     states = [facts.state for facts in study.trials]
     assert states == [TrialState.PRUNED, TrialState.DONE, TrialState.PRUNED]
     for facts in study.trials[::2]:
@@ -224,7 +224,7 @@ def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
 
 def test_a_second_conductor_is_refused() -> None:
     study = Study(toy_job(trials=1), name="mine")
-    with study.records.dir.conducting(), pytest.raises(StudyError, match="another process"):
+    with study.records.dir.locked_by_runner(), pytest.raises(StudyError, match="another process"):
         optimize(study)
 
 
@@ -281,10 +281,10 @@ def test_a_held_trial_that_was_finished_by_hand_is_taken_in(own_home: Path) -> N
     study = Study(toy_job(trials=3, stop="asha"), name="helped")
     held = [facts for facts in optimize(study).trials if facts.state is TrialState.HELD]
     run = open_run(own_home / (held[0].run or ""))
-    ToyPlaces().start(run, 1)  # as ``yunlu resume`` does
+    ToySlots().start(run, 1)  # as ``yunlu resume`` does
     while (worker := recorded_worker(run)) is not None and worker.is_alive():
         time.sleep(0.02)
-    study.optimize(places=ToyPlaces(), elastic=False, trials=4)
+    study.optimize(slots=ToySlots(), elastic=False, trials=4)
     facts = study.trials[held[0].number]
     assert facts.state is TrialState.DONE
     assert [rung for rung, _ in facts.curve] == [1, 2, 3, 4]
@@ -341,7 +341,7 @@ def test_copies_of_a_population_begin_where_their_models_were(own_home: Path) ->
 
 def test_a_setting_is_trained_once(own_home: Path) -> None:
     study = Study(toy_job(trials=4), name="twins")
-    run_to_end(study.records, method=Repeating(), places=ToyPlaces(1), elastic=False)
+    run_to_end(study.records, method=Repeating(), slots=ToySlots(1), elastic=False)
     view = study.view()
     assert [f.state for f in view.trials] == [TrialState.DONE] * 4
     assert [f.curve for f in view.trials[2:]] == [f.curve for f in view.trials[:2]]
@@ -355,18 +355,18 @@ def test_a_setting_is_trained_once(own_home: Path) -> None:
 
 def test_ask_and_tell_and_ones_own_function() -> None:
     study = Study(toy_job(trials=12, parallel=3), minimize="loss", name="own")
-    asked = study.ask()
-    assert asked is not None
-    assert asked.job is not None
-    assert asked.job.train.optimizer.lr == asked["train.optimizer.lr"]
-    study.tell(asked, 5.0)
+    request = study.ask()
+    assert request is not None
+    assert request.job is not None
+    assert request.job.train.optimizer.lr == request["train.optimizer.lr"]
+    study.tell(request, 5.0)
     threads = set[int]()
 
-    def trial(asked: Any) -> float:
+    def trial(request: Any) -> float:
         threads.add(threading.get_ident())
-        if asked.number == 4:
+        if request.number == 4:
             raise ValueError("not this one")
-        return loss_of(asked["train.optimizer.lr"], 1)
+        return loss_of(request["train.optimizer.lr"], 1)
 
     study.optimize(trial)
     study.close()

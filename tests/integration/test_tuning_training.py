@@ -121,7 +121,7 @@ def test_a_pruned_trial_saves_nothing(whole: RunStore) -> None:
 
 
 def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStore) -> None:
-    parent = make_trial(make_job("parent"), {}, saves=True)
+    parent = make_trial(make_job("parent"), {}, saves_checkpoints=True)
     assert train(parent) == "finished"
     assert losses(parent) == losses(whole)
     copy = make_trial(make_job("copy"), {}, is_copy=True)
@@ -140,7 +140,7 @@ def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStor
 
 def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunStore) -> None:
     del whole
-    parent = make_trial(make_job("parent"), {}, saves=True)
+    parent = make_trial(make_job("parent"), {}, saves_checkpoints=True)
     assert train(parent) == "finished"
     rules = {"name": "adamw", "lr": 0.002, "weight_decay": 0.5}
     copy = make_trial(make_job("other", optimizer=rules), {}, is_copy=True)
@@ -161,7 +161,7 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
     space = {"train.schedule.decay": [0.25, 0.5]}
     search = {"space": space, "metric": "loss", "method": "grid", "stop": "none", "parallel": 1}
     study = Study(make_job("prefix", search=search), name="prefix")
-    study.optimize(places=LocalSlots(1), elastic=False)
+    study.optimize(slots=LocalSlots(1), elastic=False)
     first, second = sorted(study.trials, key=lambda facts: facts.number)
     assert [first.state, second.state] == [TrialState.DONE] * 2
     shared = second.trial.copied_from

@@ -18,7 +18,7 @@ from yunlu.tuning.study import Study
 EPOCHS = 4
 
 
-class ToyPlaces:
+class ToySlots:
     """Shares of this machine for toys."""
 
     def __init__(self, devices: int = 2) -> None:
@@ -49,7 +49,7 @@ class ToyPlaces:
         del run
         return 1
 
-    def let_go(self, run: RunStore, *, for_good: bool) -> None:
+    def release(self, run: RunStore, *, for_good: bool) -> None:
         pass
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
@@ -58,7 +58,7 @@ class ToyPlaces:
 
 def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:
     """A job that toys train."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "space": {"train.optimizer.lr": "1e-4 .. 1e-1 log"},
         "metric": "loss",
         "method": "random",
@@ -71,7 +71,7 @@ def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:
             "model": {"name": "mlp", "args": args or {}},
             "data": "sklearn:iris",
             "train": {"epochs": EPOCHS, "optimizer": {"lr": 0.01}},
-            "search": asked | search,
+            "search": request | search,
         }
     )
 
@@ -79,4 +79,4 @@ def toy_job(*, args: dict[str, Any] | None = None, **search: Any) -> Job:
 if __name__ == "__main__":
     study = Study(toy_job(trials=int(sys.argv[2]), stop=sys.argv[3], args={"step_s": 0.02}),
                   name=sys.argv[1])  # fmt: skip
-    study.optimize(places=ToyPlaces(), elastic=False)
+    study.optimize(slots=ToySlots(), elastic=False)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.integration.toy_study import ToyPlaces
+from tests.integration.toy_study import ToySlots
 from yunlu.cli.main import main
 from yunlu.tuning import forecast
 from yunlu.tuning.study_runner import slots
 from yunlu.tuning.study_dir import StudyError
 
 
-def find_toys(**_asked: Any) -> ToyPlaces:
+def find_toys(**_asked: Any) -> ToySlots:
     """Two places for toys, whatever is asked."""
-    return ToyPlaces()
+    return ToySlots()
 
 
 def refuse_plan(_job: Any) -> Any:

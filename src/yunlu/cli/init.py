@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import JobError
 from yunlu.core.files import write_atomically
-from yunlu.spec.scaffold import scaffold
 
 
 def init(
@@ -27,6 +26,8 @@ def init(
         output: The job file to write.
         force: Replace the file if it exists.
     """
+    from yunlu.spec.scaffold import scaffold  # noqa: PLC0415 (slow to import)
+
     text = scaffold(task, data)
     if output.suffix not in {".yaml", ".yml"}:
         raise JobError(f"{output} must end in .yaml or .yml.")

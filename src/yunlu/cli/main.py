@@ -1,6 +1,6 @@
-"""The ``yunlu`` command: finds the verb, and turns every ending into words and an exit code.
+"""The ``yunlu`` command: finds the verb, and turns every result into a message and an exit code.
 
-Exit codes: 0 done, 1 a fault the user can mend, 2 wrong usage, 3 a fault of ours, 130 Ctrl-C.
+Exit codes: 0 done, 1 an error the user can fix, 2 wrong usage, 3 an error of ours, 130 Ctrl-C.
 A verb returns None or its own exit code; its module is imported only when it is called.
 """
 
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 VERBS: dict[str, dict[str, str]] = {
     "Train": {
         "train": "Train the job of a file: plan, train, evaluate, report.",
-        "finetune": "Go on from a trained model with other data, whole or with LoRA.",
-        "tune": "Find good settings of a job: many trials, each trained as far as it is worth.",
-        "plan": "Show what training would take and why, without training.",
-        "resume": "Go on with a stopped, failed or lost run.",
+        "finetune": "Fine-tune a trained model on other data: every weight, or LoRA.",
+        "tune": "Search for good settings of a job: many trials, poor ones stopped early.",
+        "plan": "Choose hardware and layout, predict time and cost, without training.",
+        "resume": "Continue a stopped, failed or lost run.",
         "resize": "Give a run more or fewer workers while it trains.",
         "join": "Lend this machine's devices to a run that trains elsewhere.",
     },
     "Share": {
         "submit": "Queue a job for the pool, and return.",
-        "pool": "Share devices among jobs: bring a pool up, watch it, ask why.",
-        "priority": "Let a queued or running job go before or after others.",
-        "pause": "Save a run of the pool and take its devices, until it is resumed.",
+        "pool": "Share devices among jobs: start a pool, watch it, explain its decisions.",
+        "priority": "Change the priority of a queued or running job.",
+        "pause": "Save a run of the pool and release its devices, until it is resumed.",
     },
     "Watch": {
-        "ps": "List runs and how far they are.",
-        "logs": "Print what a run logs; -f follows it.",
+        "ps": "List runs and their progress.",
+        "logs": "Print events and output of a run; -f follows it.",
         "show": "Show one run: state, plan, metrics, checkpoints.",
-        "study": "Look at studies: list, show, report, best; stop one that runs.",
+        "study": "Show studies: list, show, report, best; stop one that runs.",
         "stop": "Ask a run to save a checkpoint and stop.",
         "report": "Write the report of a run: terminal, JSON, one HTML page.",
     },
     "Set up": {
         "init": "Write a first job file for a task and some data.",
-        "validate": "Check a job file and say how it was understood.",
+        "validate": "Check a job file and show how it was read.",
         "schema": "Print the JSON Schema of a job file, for editors.",
         "catalog": "List devices and what they cost; add prices, machines, devices.",
-        "doctor": "Tell what this machine has and what is missing.",
-        "probe": "Measure how fast this machine is, so that plans for it come true.",
+        "doctor": "Show what this machine has and what is missing.",
+        "probe": "Measure this machine, so that predictions for it are accurate.",
     },
 }
 
@@ -79,15 +79,15 @@ def build_app() -> App:
         help_epilogue="Add --debug to any command to see the traceback of an error.",
         help_format="plaintext",
         version_format="plaintext",
-        default_parameter=Parameter(negative=(), show_default=_default_words),
+        default_parameter=Parameter(negative=(), show_default=_show_default),
         group_commands=Group("Options", sort_key=len(VERBS)),
         result_action="return_value",
         exit_on_error=False,
         print_error=False,
         suppress_keyboard_interrupt=False,
     )
-    for place, (title, verbs) in enumerate(VERBS.items()):
-        group = Group(title, sort_key=place)
+    for order, (title, verbs) in enumerate(VERBS.items()):
+        group = Group(title, sort_key=order)
         for position, (verb, about) in enumerate(verbs.items()):
             app.command(
                 f"yunlu.cli.{verb}:{verb}", name=verb, help=about, group=group, sort_key=position
@@ -105,26 +105,26 @@ def _run(tokens: list[str], *, debug: bool) -> int:
         code = build_app()(tokens)
     except CycloptsError as error:
         verb = " ".join(["yunlu", *(error.command_chain or ())])
-        return _fail(2, _usage_words(error), hint=f"{verb} --help", debug=debug)
+        return _fail(2, _describe_usage(error), hint=f"{verb} --help", debug=debug)
     except YunluError as error:
         return _fail(1, error.message, hint=error.hint, debug=debug)
     except (BrokenPipeError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # noqa: BLE001 (the last border: the user gets words, not a traceback)
-        words = f"unexpected {type(error).__name__}: {error}".rstrip(": ")
+    except Exception as error:  # noqa: BLE001 (the last border: the user gets a message, not a traceback)
+        message = f"unexpected {type(error).__name__}: {error}".rstrip(": ")
         hint = None if debug else "run the same command with --debug and report what it prints"
-        return _fail(3, words, hint=hint, debug=debug)
+        return _fail(3, message, hint=hint, debug=debug)
     return code if isinstance(code, int) else 0
 
 
 def _take_debug(tokens: list[str]) -> tuple[list[str], bool]:
-    """``--debug`` may stand before or after the verb."""
+    """``--debug`` may come before or after the verb."""
     end = tokens.index("--") if "--" in tokens else len(tokens)
     options = [token for token in tokens[:end] if token != "--debug"]  # noqa: S105 (not a secret)
     return [*options, *tokens[end:]], len(options) < end
 
 
-def _usage_words(error: CycloptsError) -> str:
+def _describe_usage(error: CycloptsError) -> str:
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         # The library would import every verb to answer.
         verb, known = error.unused_tokens[0], [verb for verbs in VERBS.values() for verb in verbs]
@@ -134,26 +134,26 @@ def _usage_words(error: CycloptsError) -> str:
     return " ".join(str(error).split())
 
 
-def _default_words(value: Any) -> str | None:
-    """Switches that are off and lists that are empty need no mention."""
+def _show_default(value: Any) -> str | None:
+    """Flags that are off and empty lists need no mention."""
     return None if value is False or value == () else str(value)
 
 
 def _fail(code: int, message: str, *, hint: str | None, debug: bool) -> int:
     if debug:
         traceback.print_exc(file=sys.stderr)
-    words = Text.assemble(("error: ", "bold red"), (message, "red"))
+    text = Text.assemble(("error: ", "bold red"), (message, "red"))
     if hint:
-        words.append_text(Text.assemble(("\n  → ", "dim"), hint))
-    Console(stderr=True, highlight=False).print(words, soft_wrap=True)
+        text.append_text(Text.assemble(("\n  → ", "dim"), hint))
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
     return code
 
 
 def _silence_stdout() -> None:
-    """The reader is gone: what is still buffered must not complain when Python ends."""
+    """The reader is gone: what is still buffered must raise no error when Python ends."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # a stdout without a descriptor has nothing to complain with
+    except (OSError, ValueError):  # a stdout without a descriptor
         return
 
 

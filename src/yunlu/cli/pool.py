@@ -23,16 +23,16 @@ _REFRESH_S = 0.5
 
 pool = App(
     name="pool",
-    help="Share devices among jobs: bring a pool up, watch it, ask why.",
+    help="Share devices among jobs: start a pool, watch it, explain its decisions.",
     group_commands=Group("Commands"),
 )
 pool.command(
-    "yunlu.cli.pool_simulate:simulate",
+    "yunlu.lab.simulate_command:simulate",
     name="simulate",
     help="Replay recorded jobs on a cluster with one policy or several.",
 )
 pool.command(
-    "yunlu.cli.pool_spot:spot",
+    "yunlu.lab.spot_command:spot",
     name="spot",
     help="Replay a job with a deadline on recorded spot machines: what it would have cost.",
 )

@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
-from yunlu.spec.schema import job_schema
 
 
 def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> None:
@@ -17,6 +16,8 @@ def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> N
     Args:
         output: Write it to this file instead.
     """
+    from yunlu.spec.schema import job_schema  # noqa: PLC0415 (slow to import)
+
     text = json.dumps(job_schema(), indent=2, ensure_ascii=False)
     if output is None:
         print(text)

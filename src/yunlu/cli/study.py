@@ -17,7 +17,7 @@ _FEW = 20
 
 study = App(
     name="study",
-    help="Look at studies: list, show, report, best; stop one that runs.",
+    help="Show studies: list, show, report, best; stop one that runs.",
     group_commands=Group("Commands"),
 )
 
@@ -74,7 +74,7 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
         study_tables.print_block(console, line)
     if view.state == "stopped":
         way = f"yunlu tune --resume {view.name}"
-        if view.is_told:
+        if view.is_external:
             way = f"yunlu.Study(name={view.name!r}), in the program that tells of its trials"
         console.print(f" go on with: {way}", style="yellow")
     return 0

@@ -49,7 +49,7 @@ from yunlu.training.external_group import ExternalWorkerGroup
 from yunlu.training.finalize import finalize
 from yunlu.training.launch_rendezvous import Rendezvous, describe_failure, join_rendezvous
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
-from yunlu.training.parallel.parallel_model import pattern_of
+from yunlu.training.parallel.parallel_model import template_of
 from yunlu.training.parallel.world import form_world
 from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
@@ -168,7 +168,7 @@ def _run_attempt(
     job = read_job(run)
     set_deterministic(job.train.deterministic)
     parts = _load(run, job, rendezvous)
-    pattern = pattern_of(parts.model)
+    pattern = template_of(parts.model)
     cores = rendezvous.count_cores(machine.cores)
     layout = None
     if rendezvous.is_leader:

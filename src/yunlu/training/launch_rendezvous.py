@@ -23,7 +23,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.settings import launch_variables, use_network_interface
 from yunlu.training.attempt import as_user_error
 from yunlu.training.elastic.sockets import interface_of
-from yunlu.training.parallel.sockets import tells_of_loss
+from yunlu.training.parallel.sockets import is_connection_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ class Rendezvous:
         """The failure that ended this worker, as event data; all workers agree on the first."""
         own = describe_failure(error, self.launch.rank)
         try:
-            if not isinstance(error, PeerFailedError) and not tells_of_loss(error):
+            if not isinstance(error, PeerFailedError) and not is_connection_error(error):
                 return json.loads(self.store.compare_set("failure", "", json.dumps(own)))
             self.arrive("broken")
             return self._find_cause() or own

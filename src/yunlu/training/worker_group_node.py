@@ -16,7 +16,7 @@ from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.node import run_node
 from yunlu.training.elastic_worker import ElasticWorker, NodeInputs
 from yunlu.training.environment import describe_environment
-from yunlu.training.parallel.parallel_model import pattern_of
+from yunlu.training.parallel.parallel_model import template_of
 from yunlu.training.prepare import load_or_make_plan
 from yunlu.training.prepare import prepare as prepare_parts
 from yunlu.training.probe import probe_machine
@@ -43,7 +43,7 @@ def load(run: RunStore) -> NodeInputs:
             importlib.import_module(name)
     set_deterministic(job.train.deterministic)
     parts = prepare_parts(run, job)
-    return NodeInputs(job, parts, pattern_of(parts.model))
+    return NodeInputs(job, parts, template_of(parts.model))
 
 
 def plan_layouts(run: RunStore, inputs: NodeInputs, devices: int) -> dict[int, Layout]:

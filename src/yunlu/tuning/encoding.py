@@ -46,7 +46,7 @@ class Encoder:
         """Which dimensions are choices without an order."""
 
     @property
-    def has_beliefs(self) -> bool:
+    def has_priors(self) -> bool:
         """Whether the user said where good values likely are."""
         return any(dimension.likely for dimension in self.dimensions)
 
@@ -61,15 +61,15 @@ class Encoder:
         for at, axis in enumerate(self._axes):
             units[at] = axis.unit_of_features(row[start : start + axis.columns])
             start += axis.columns
-        return self.settle(units)
+        return self.to_params(units)
 
     def sample(self, rng: np.random.Generator, n: int) -> list[Params]:
         """Settings at random, by the user's beliefs where there are some."""
-        return [self.settle(row) for row in self.lean(rng.random((n, len(self._axes))))]
+        return [self.to_params(row) for row in self.apply_prior(rng.random((n, len(self._axes))))]
 
     def sobol(self, n: int, seed: int) -> list[Params]:
         """Settings spread evenly, by the user's beliefs where there are some."""
-        return [self.settle(row) for row in self.lean(self.sobol_units(n, seed))]
+        return [self.to_params(row) for row in self.apply_prior(self.sobol_units(n, seed))]
 
     def sobol_units(self, n: int, seed: int) -> Array:
         """Units spread evenly: the first n of a scrambled Sobol sequence."""
@@ -79,15 +79,15 @@ class Encoder:
         rows = engine.random_base2(max(n - 1, 0).bit_length())
         return rows[:n, : len(self._axes)]
 
-    def lean(self, units: Array) -> Array:
+    def apply_prior(self, units: Array) -> Array:
         """The same draws, moved to where the user believes good values are."""
         leaned = units.copy()
         for at, dimension in enumerate(self.dimensions):
             if dimension.likely and not dimension.choices:
-                leaned[:, at] = self._axes[at].lean(units[:, at], *dimension.likely)
+                leaned[:, at] = self._axes[at].apply_prior(units[:, at], *dimension.likely)
         return leaned
 
-    def believe(self, units: Array) -> Array:
+    def prior_score(self, units: Array) -> Array:
         """The logarithm of the user's belief in each row; 0 where it could not be higher."""
         belief = np.zeros(len(units))
         for at, dimension in enumerate(self.dimensions):
@@ -104,7 +104,7 @@ class Encoder:
             units[:, at] = axis.units_of([params.get(dimension.name) for params in settings])
         return units
 
-    def settle(self, units: Array) -> Params:
+    def to_params(self, units: Array) -> Params:
         """The setting at one row of units, without the dimensions that do not exist there."""
         exists = self._exists(units[None, :])
         return {
@@ -190,7 +190,7 @@ class _Axis:
 
     def value_at(self, unit: float) -> ParamValue:
         if self.choices:
-            return self.choices[int(self._places(np.array([unit]))[0])]
+            return self.choices[int(self._slots(np.array([unit]))[0])]
         value = float(self.numbers_at(np.array([unit]))[0])
         return round(value) if self.is_int else value
 
@@ -210,8 +210,8 @@ class _Axis:
     def units_of(self, values: Sequence[ParamValue]) -> Array:
         if self.choices:
             known = {_key(choice): at for at, choice in enumerate(self.choices)}
-            places = np.array([known.get(_key(value), nan) for value in values])
-            return np.nan_to_num((places + 0.5) / self.count, nan=ABSENT)
+            slots = np.array([known.get(_key(value), nan) for value in values])
+            return np.nan_to_num((slots + 0.5) / self.count, nan=ABSENT)
         numbers = np.array([v if isinstance(v, int | float) else nan for v in values], dtype=float)
         numbers = np.clip(numbers, *self.bounds)
         numbers = np.log(numbers) if self.log else numbers
@@ -234,21 +234,21 @@ class _Axis:
             numbers = self.numbers_at(units)
             numbers = np.log(numbers) if self.log else numbers
             return ((numbers - low) / (high - low) if high > low else units)[:, None]
-        places = self._places(units)
+        slots = self._slots(units)
         if self.columns > 1:
-            return np.eye(self.count)[places]
-        return (places / max(self.count - 1, 1))[:, None]
+            return np.eye(self.count)[slots]
+        return (slots / max(self.count - 1, 1))[:, None]
 
     def is_one_of(self, units: Array, values: tuple[ParamValue, ...]) -> Mask:
         if self.choices:
             keys = {_key(value) for value in values}
             wanted = [at for at, choice in enumerate(self.choices) if _key(choice) in keys]
-            return np.isin(self._places(units), wanted)
+            return np.isin(self._slots(units), wanted)
         wanted_numbers = [float(v) for v in values if isinstance(v, int | float)]
         near = np.isclose(self.numbers_at(units)[:, None], np.array(wanted_numbers)[None, :])
         return np.asarray(near.any(axis=1), dtype=bool)
 
-    def lean(self, units: Array, mean: float, deviation: float) -> Array:
+    def apply_prior(self, units: Array, mean: float, deviation: float) -> Array:
         """Draws of a normal distribution cut off at the bounds."""
         scale = np.log(10.0) if self.log else 1.0
         low, high = self.edges
@@ -257,7 +257,7 @@ class _Axis:
         drawn = (mean + deviation * ndtri(inside)) * scale
         return np.clip((drawn - low) / (high - low) if high > low else units, 0.0, 1.0)
 
-    def _places(self, units: Array) -> NDArray[np.intp]:
+    def _slots(self, units: Array) -> NDArray[np.intp]:
         return np.clip((units * self.count).astype(np.intp), 0, self.count - 1)
 
 

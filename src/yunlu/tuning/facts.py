@@ -94,8 +94,8 @@ class StudyView(Value):
     """Optuna's URL of its trials."""
     source: str | None = None
     """The job's file, as the user named it."""
-    said: tuple[str, ...] = ()
-    """What the user said besides, as it was typed."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of the job, as typed."""
     extra: dict[str, ParamValue] = Field(default_factory=dict[str, ParamValue])
     """Fields that go with any trial's setting when the job itself is trained: of a study on a narrow copy."""
     metrics: tuple[str, ...]
@@ -121,7 +121,7 @@ class StudyView(Value):
     """That it may use in all; 0: not begun."""
     began_at: float | None = None
     ended_at: float | None = None
-    rested_s: float = 0.0
+    idle_s: float = 0.0
     """Between them, while nobody conducted it."""
     spent_s: float = 0.0
     """Device-seconds of all trials."""
@@ -144,7 +144,7 @@ class StudyView(Value):
         return self.directions[0]
 
     @property
-    def is_told(self) -> bool:
+    def is_external(self) -> bool:
         """Whether its trials are carried out by the user's own program, which asks and tells."""
         return bool(self.trials) and all(facts.run is None for facts in self.trials)
 
@@ -189,7 +189,7 @@ def wall_s(view: StudyView, now: float) -> float | None:
     """Seconds from the study's beginning to its end, or until now; while it rested do not count."""
     if view.began_at is None:
         return None
-    return max(0.0, (view.ended_at or now) - view.began_at - view.rested_s)
+    return max(0.0, (view.ended_at or now) - view.began_at - view.idle_s)
 
 
 def rank_trials(trials: Sequence[TrialFacts], *, best: TrialFacts | None) -> list[TrialFacts]:

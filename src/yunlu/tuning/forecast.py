@@ -15,9 +15,9 @@ from yunlu.executors.worker_process import count_gpus
 from yunlu.hardware.offer import HERE
 from yunlu.planning.search.options import Interval
 from yunlu.spec.goal import read_span_s
-from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 from yunlu.tuning.rungs import find_size, plan_alone
 from yunlu.tuning.stages import count_population, count_space, expect_stages, find_stop, makespan_s
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,23 +118,23 @@ def predict_search(
     most = max(devices // least, 1)
     teller = _Teller(
         search=search, rungs=rungs, devices=devices, least=least, trial=trial, price=price,
-        places=min(parallel or most, most), elastic=elastic and not is_fixed,
+        slots=min(parallel or most, most), elastic=elastic and not is_fixed,
     )  # fmt: skip
     return teller.tell()
 
 
-def predict_study(asked: StudyRequest, *, devices: int) -> StudyForecast:
+def predict_study(request: StudyRequest, *, devices: int) -> StudyForecast:
     """The same of a study as it was asked for; what nobody knows of a training, a worker measures."""
-    job = asked.job
+    job = request.job
     assert job is not None
     assert job.search is not None
     return predict_search(
         job,
-        _with_limits(job.search, asked),
-        rungs=max(asked.rungs, 1),
+        _with_limits(job.search, request),
+        rungs=max(request.rungs, 1),
         devices=devices,
-        parallel=asked.parallel,
-        trial=find_trial_time(job, devices=devices) or _measure(job, asked.plan, devices=devices),
+        parallel=request.parallel,
+        trial=find_trial_time(job, devices=devices) or _measure(job, request.plan, devices=devices),
     )
 
 
@@ -173,12 +173,12 @@ def _measure(job: Job, plan: Plan | None, *, devices: int) -> TrialTime | None:
         return None  # the job alone does not work; settings of it may
 
 
-def _with_limits(search: SearchSpec, asked: StudyRequest) -> SearchSpec:
+def _with_limits(search: SearchSpec, request: StudyRequest) -> SearchSpec:
     """Limits may have been said since the search was written."""
-    limit_s = asked.deadline_s
+    limit_s = request.deadline_s
     deadline = None if limit_s is None else f"{limit_s:.3f}s"
     return search.model_copy(
-        update={"trials": asked.trials, "budget": asked.dollars, "deadline": deadline}
+        update={"trials": request.trials, "budget": request.dollars, "deadline": deadline}
     )
 
 
@@ -205,7 +205,7 @@ class _Teller:
     devices: int
     least: int
     """Devices of a trial; with an elastic one, before it grows."""
-    places: int
+    slots: int
     trial: TrialTime | None
     price: float | None
     elastic: bool
@@ -240,7 +240,7 @@ class _Teller:
             trial_s=None if trial is None else trial.seconds,
             share=course.rungs / (count * self.rungs),
             devices=self.devices,
-            parallel=self.places,
+            parallel=self.slots,
             bound=bound,
             notes=self._notes(course, count, bound),
         )
@@ -287,7 +287,7 @@ class _Teller:
             self._expect(trials),
             rung_s=self._rung_s(),
             devices=max(self.devices // self.least, 1),
-            parallel=self.places,
+            parallel=self.slots,
             start_s=self.trial.start_s,
             elastic=self.elastic,
         )

@@ -151,9 +151,9 @@ def _distribution(dimension: Dimension, trials: Sequence[Trial]) -> Any:
             tuple(dict.fromkeys(str(each) for each in (*dimension.choices, *tried)))
         )
     # Places, not values: a forest cuts a learning rate in the middle of its logarithm.
-    places = [place_on(dimension, trial.params[dimension.name]) for trial in trials
+    slots = [place_on(dimension, trial.params[dimension.name]) for trial in trials
               if dimension.name in trial.params]  # fmt: skip
-    return FloatDistribution(min(0.0, *places), max(1.0, *places))
+    return FloatDistribution(min(0.0, *slots), max(1.0, *slots))
 
 
 def _coordinate(dimension: Dimension, trial: Trial) -> float | str:

@@ -51,9 +51,9 @@ class Records:
 
     def __init__(self, directory: StudyDir) -> None:
         self.dir = directory
-        self.asked = directory.read_asked()
+        self.request = directory.read_request()
         self._lock = threading.RLock()
-        name, has_begun = self.asked.name, directory.read_status().began_at is not None
+        name, has_begun = self.request.name, directory.read_status().began_at is not None
         if has_begun and not directory.database.is_file():
             raise directory.damaged(directory.database)  # an empty one would try everything again
         try:
@@ -66,10 +66,10 @@ class Records:
         elif has_begun:
             raise directory.damaged(directory.database)
         else:
-            directions = [_direction(word) for word in self.asked.directions]
+            directions = [_direction(word) for word in self.request.directions]
             self._study = self._storage.create_new_study(directions, name)
             self._storage.set_study_system_attr(
-                self._study, "study:metric_names", list(self.asked.metrics)
+                self._study, "study:metric_names", list(self.request.metrics)
             )
         self._ids: list[int] = []
         self._facts: list[TrialFacts] = []
@@ -101,40 +101,40 @@ class Records:
 
     def view(self) -> StudyView:
         """The study as it stands."""
-        asked, status, facts = self.asked, self.dir.read_status(), self.facts()
+        request, status, facts = self.request, self.dir.read_status(), self.facts()
         dollars = [each.dollars for each in facts if each.dollars is not None]
         best = find_best(facts)
-        is_single = len(asked.metrics) == 1
-        deadline = asked.deadline_s
+        is_single = len(request.metrics) == 1
+        deadline = request.deadline_s
         clock_at = status.clock_at
         return StudyView(
-            name=asked.name,
+            name=request.name,
             path=self.dir.path,
             storage=self.dir.storage,
-            source=asked.source,
-            said=asked.said,
-            extra=_find_extra(asked),
-            metrics=asked.metrics,
-            directions=asked.directions,
+            source=request.source,
+            overrides=request.overrides,
+            extra=_find_extra(request),
+            metrics=request.metrics,
+            directions=request.directions,
             state=status.state,
             reason=status.reason,
-            method=asked.method,
-            stop_rule=asked.stop_rule,
-            rungs=asked.rungs,
-            dimensions=asked.dimensions,
+            method=request.method,
+            stop_rule=request.stop_rule,
+            rungs=request.rungs,
+            dimensions=request.dimensions,
             trials=tuple(facts),
             best=best,
             front=((best,) if best else ()) if is_single else find_front(facts),
             devices=status.devices,
             began_at=status.began_at,
             ended_at=status.ended_at,
-            rested_s=status.rested_s,
+            idle_s=status.idle_s,
             spent_s=sum(each.device_seconds for each in facts),
             spent_dollars=sum(dollars) if dollars else None,
-            trials_limit=asked.trials,
-            dollars_limit=asked.dollars,
+            trials_limit=request.trials,
+            dollars_limit=request.dollars,
             deadline_at=None if deadline is None or clock_at is None else clock_at + deadline,
-            forecast=asked.forecast,
+            forecast=request.forecast,
         )
 
     # Writing.
@@ -142,8 +142,8 @@ class Records:
     def change(self, **updates: Any) -> None:
         """Ask for something else from now on."""
         with self._lock:
-            self.asked = self.asked.model_copy(update=updates)
-            self.dir.write_asked(self.asked)
+            self.request = self.request.model_copy(update=updates)
+            self.dir.write_request(self.request)
 
     def begin(
         self,
@@ -167,11 +167,11 @@ class Records:
             facts = TrialFacts(
                 trial=trial,
                 run=None,
-                directions=self.asked.directions,
+                directions=self.request.directions,
                 began_at=start.timestamp(),
                 times=tuple(at for _, at in points),
             )
-            distributions, is_exact = make_distributions(params, self.asked.dimensions)
+            distributions, is_exact = make_distributions(params, self.request.dimensions)
             attributes = _attributes(facts)
             if not is_exact:
                 attributes["params"] = dict(params)
@@ -202,7 +202,7 @@ class Records:
             trial = replace(facts.trial, points=(*facts.trial.points, point))
             changes = {"trial": trial, "times": (*facts.times, at), **updates}
             self._put(facts.model_copy(update=changes))
-            if len(self.asked.metrics) == 1:
+            if len(self.request.metrics) == 1:
                 for rung, value in self._intermediate(self._facts[number], last=True).items():
                     self._storage.set_trial_intermediate_value(self._ids[number], rung, value)
 
@@ -258,20 +258,20 @@ class Records:
         self._facts[facts.number] = facts
 
     def _intermediate(self, facts: TrialFacts, *, last: bool = False) -> dict[int, float]:
-        if len(self.asked.metrics) > 1:  # Optuna has none of several objectives
+        if len(self.request.metrics) > 1:  # Optuna has none of several objectives
             return {}
         return {rung: values[0] for rung, values in facts.curve[-1 if last else 0 :]}
 
     def _read(self, found: FrozenTrial) -> TrialFacts:
         about: Mapping[str, Any] = found.user_attrs
-        points, times = _read_points(about.get("points"), found, self.asked.directions)
+        points, times = _read_points(about.get("points"), found, self.request.directions)
         over = {value: key for key, value in _STATES.items() if key.is_over}
         default = TrialState.WAITING if found.state is OptunaState.WAITING else TrialState.RUNNING
         state = over.get(found.state) or TrialState(about.get("state", default))
         copied = about.get("copied_from")
         params: Params = about.get("params") or found.params
         if not points and found.state is OptunaState.COMPLETE:  # told by somebody else's program
-            points = (Point(1, turn_values(found.values, self.asked.directions), 0.0),)
+            points = (Point(1, turn_values(found.values, self.request.directions), 0.0),)
         return TrialFacts(
             trial=Trial(
                 number=found.number,
@@ -282,7 +282,7 @@ class Records:
                 copied_from=None if copied is None else (copied[0], copied[1]),
             ),
             run=about.get("run"),
-            directions=self.asked.directions,
+            directions=self.request.directions,
             times=times,
             began_at=found.datetime_start.timestamp() if found.datetime_start else None,
             ended_at=about.get("ended_at"),
@@ -294,11 +294,11 @@ class Records:
         )
 
 
-def create_records(directory: StudyDir, asked: StudyRequest) -> Records:
+def create_records(directory: StudyDir, request: StudyRequest) -> Records:
     """Make the directory of a new study."""
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        directory.write_asked(asked)
+        directory.write_request(request)
     except OSError as error:
         raise StudyError(
             f"the study cannot be written to {directory.path}: {error.strerror or error}",
@@ -314,7 +314,7 @@ def open_study(name: str) -> Records:
     if records is None or not directory.database.exists():
         records = _opened[directory.path] = Records(directory)
     else:  # looked at again and again: only what is not over is read anew
-        records.asked = directory.read_asked()
+        records.request = directory.read_request()
         records.refresh()
     return records
 
@@ -340,12 +340,12 @@ def _open_storage(directory: StudyDir) -> Any:
     return optuna.storages.get_storage(backend)
 
 
-def _find_extra(asked: StudyRequest) -> Params:
-    if asked.job is None or asked.target is None:
+def _find_extra(request: StudyRequest) -> Params:
+    if request.job is None or request.target is None:
         return {}
     from yunlu.tuning.proxy import carry_over  # noqa: PLC0415 - rarely needed
 
-    return carry_over({}, asked.job, asked.target)
+    return carry_over({}, request.job, request.target)
 
 
 def _direction(word: str) -> Any:

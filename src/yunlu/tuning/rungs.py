@@ -63,9 +63,9 @@ def _longest(job: Job, search: SearchSpec) -> Job:
 
 def find_size(job: Job) -> tuple[int, bool]:
     """The fewest devices that a trial of the job takes, and whether it keeps to so many."""
-    said = job.devices
-    least = job.layout.said_workers if said == "auto" else said
-    return least, said != "auto" or job.layout.is_whole
+    devices = job.devices
+    least = job.layout.said_workers if devices == "auto" else devices
+    return least, devices != "auto" or job.layout.is_whole
 
 
 def plan_alone(job: Job) -> Plan:

@@ -86,8 +86,8 @@ def start_study(
     from yunlu.tuning.setup import open_or_create  # noqa: PLC0415 (imports Optuna: slow)
     from yunlu.tuning.study import Study  # noqa: PLC0415 (as above)
 
-    records = open_or_create(job, name=name, source=source, said=tuple(overrides))
-    return _prepare(Study(name=records.asked.name))
+    records = open_or_create(job, name=name, source=source, overrides=tuple(overrides))
+    return _prepare(Study(name=records.request.name))
 
 
 def continue_study(name: str, limits: dict[str, Any]) -> StudyStart:
@@ -96,9 +96,9 @@ def continue_study(name: str, limits: dict[str, Any]) -> StudyStart:
     from yunlu.tuning.study import Study  # noqa: PLC0415 (as above)
 
     study = Study(name=name)
-    view, asked = study.view(), study.records.asked
+    view, request = study.view(), study.records.request
     given = {key: value for key, value in limits.items() if value is not None}
-    if asked.job is None or asked.job.search is None or view.is_told:
+    if request.job is None or request.job.search is None or view.is_external:
         raise StudyError(
             f"the trials of {view.name} are carried out by a program of your own",
             hint=f"in that program yunlu.Study(name={view.name!r}) goes on: ask, or optimize(function)",
@@ -109,7 +109,7 @@ def continue_study(name: str, limits: dict[str, Any]) -> StudyStart:
             hint=f"yunlu tune --resume {view.name} --trials N goes on with more of them",
         )
     if given:
-        search = with_search(asked.job, None, given).search
+        search = with_search(request.job, None, given).search
         assert search is not None
         changes = {key: value for key, value in find_limits(search).items() if value is not None}
         study.records.change(**changes)
@@ -123,29 +123,29 @@ def run_study(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> StudyView:
     """Run trials until a limit is reached, nothing is worth trying, or a stop is requested."""
-    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
     from yunlu.tuning.study import Study  # noqa: PLC0415 (imports Optuna: slow)
+    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
 
     study = Study(name=name)
-    places = find_slots(devices=study.records.asked.devices)
-    study.optimize(places=places, on_change=on_change, is_asked_to_stop=should_stop)
+    slots = find_slots(devices=study.records.request.devices)
+    study.optimize(slots=slots, on_change=on_change, is_asked_to_stop=should_stop)
     return study.view()
 
 
 def forecast_study(job: Job, *, name: str | None = None) -> StudyOutlook:
     """Trials, time and cost of a study, without starting it."""
-    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
     from yunlu.tuning.forecast import predict_study  # noqa: PLC0415 (slow to import)
     from yunlu.tuning.setup import prepare_study  # noqa: PLC0415 (as above)
+    from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
 
-    asked = prepare_study(job, name=name)
-    places = find_slots(devices=asked.devices)
-    forecast = predict_study(asked, devices=places.devices)
+    request = prepare_study(job, name=name)
+    slots = find_slots(devices=request.devices)
+    forecast = predict_study(request, devices=slots.devices)
     return StudyOutlook(
-        study=asked.name,
-        dimensions=len(asked.fields),
-        rungs=asked.rungs,
-        devices=places.devices,
+        study=request.name,
+        dimensions=len(request.fields),
+        rungs=request.rungs,
+        devices=slots.devices,
         forecast=forecast.model_dump(mode="json"),
     )
 
@@ -153,13 +153,13 @@ def forecast_study(job: Job, *, name: str | None = None) -> StudyOutlook:
 def stop_study(name: str) -> StoppedStudy:
     """Ask whoever runs a study to stop, and wait; its trials save and can continue later."""
     directory = find_study(name)
-    if not directory.is_conducted():
+    if not directory.is_running():
         trials = read_view(directory.name).trials
         active = [facts.run for facts in trials if facts.state is TrialState.RUNNING and facts.run]
         return StoppedStudy(name=directory.name, was_running=False, active_runs=tuple(active))
     directory.request_stop()
     deadline = time.monotonic() + _STOP_S
-    while directory.is_conducted():
+    while directory.is_running():
         if time.monotonic() > deadline:
             raise StudyError(
                 f"{directory.name} was asked to stop, but has not done so yet",
@@ -172,14 +172,14 @@ def stop_study(name: str) -> StoppedStudy:
 def _prepare(study: Study) -> StudyStart:
     from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 (looks for a pool)
 
-    places = find_slots(devices=study.records.asked.devices)
+    slots = find_slots(devices=study.records.request.devices)
     if not study.trials:
-        study.foretell(places=places)
-    return StudyStart(view=study.view(), devices=places.devices, warnings=_find_warnings(study))
+        study.forecast(slots=slots)
+    return StudyStart(view=study.view(), devices=slots.devices, warnings=_find_warnings(study))
 
 
 def _find_warnings(study: Study) -> tuple[str, ...]:
-    job = study.records.asked.job
+    job = study.records.request.job
     if job is None or job.search is None or not job.search.proxy:
         return ()
     from yunlu.tuning.proxy import find_doubts  # noqa: PLC0415 (used by few)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.settings import read_settings
 from yunlu.spec.goal import read_span_s
 from yunlu.spec.search import SearchSpec, direction_of
-from yunlu.tuning.study_runner.slots import check_cpu_share
 from yunlu.tuning.records import Records, create_records
 from yunlu.tuning.rungs import measure_training
 from yunlu.tuning.study_dir import (
-    StudyRequest,
     StudyDir,
     StudyError,
+    StudyRequest,
     check_name,
     dump_dimension,
     list_studies,
     studies_home,
 )
+from yunlu.tuning.study_runner.slots import check_cpu_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ def open_or_create(
     *,
     name: str | None = None,
     source: str | None = None,
-    said: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> Records:
     """The study of a job with a ``search``: the one of that name where it is the same, or a new one.
@@ -46,7 +46,7 @@ def open_or_create(
         job: What is tuned.
         name: Of the study; the job's, with a number where that is taken, when not given.
         source: The job's file, as the user named it.
-        said: What the user said besides, as it was typed.
+        overrides: Overrides of the job, as typed.
         probes: Whether a worker may be started to find out what the job itself does not say.
     """
     assert job.search is not None
@@ -55,7 +55,7 @@ def open_or_create(
         limits = find_limits(job.search)
         known.change(**{key: value for key, value in limits.items() if value is not None})
         return known
-    return create_study(job, name=name, source=source, said=said, probes=probes)
+    return create_study(job, name=name, source=source, overrides=overrides, probes=probes)
 
 
 def create_study(
@@ -63,12 +63,12 @@ def create_study(
     *,
     name: str | None = None,
     source: str | None = None,
-    said: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> Records:
     """A new study of a job with a ``search``."""
-    asked = prepare_study(job, name=name, source=source, said=said, probes=probes)
-    return create_records(StudyDir(studies_home() / asked.name), asked)
+    request = prepare_study(job, name=name, source=source, overrides=overrides, probes=probes)
+    return create_records(StudyDir(studies_home() / request.name), request)
 
 
 def prepare_study(
@@ -76,7 +76,7 @@ def prepare_study(
     *,
     name: str | None = None,
     source: str | None = None,
-    said: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> StudyRequest:
     """What a study of this job would be; refuses what cannot work. Leaves nothing behind."""
@@ -112,7 +112,7 @@ def prepare_study(
         target=target,
         name=_free_name(name, target or job),
         source=source,
-        said=tuple(said),
+        overrides=tuple(overrides),
         metrics=metrics,
         directions=directions,
         rungs=training.rungs,
@@ -128,37 +128,37 @@ def prepare_study(
 
 def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> StudyRequest:
     """A study as it is asked for now; ``fields`` are those of ``StudyRequest``."""
-    asked = StudyRequest(
+    request = StudyRequest(
         id=uuid.uuid4().hex,
         name=check_name(name),
         created_at=time.time(),
         fields=tuple(dump_dimension(dimension) for dimension in dimensions),
         **fields,
     )
-    if asked.job is not None and asked.job.search is not None:
-        make_method_of(asked)  # what the method refuses leaves no study behind
-    return asked
+    if request.job is not None and request.job.search is not None:
+        make_method_of(request)  # what the method refuses leaves no study behind
+    return request
 
 
-def make_method_of(asked: StudyRequest) -> Method:
+def make_method_of(request: StudyRequest) -> Method:
     """The method of a study, as its job's search asks for it."""
     from yunlu.tuning.methods.factory import make_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import SettingCheck  # noqa: PLC0415 - as above
 
-    assert asked.job is not None
-    search = asked.job.search
+    assert request.job is not None
+    search = request.job.search
     assert search is not None
     past: list[Trial] = []
     if search.warm_start:
         from yunlu.tuning.warm_start import read_past  # noqa: PLC0415 - as above
 
-        past = read_past(asked, search.warm_start)
+        past = read_past(request, search.warm_start)
     return make_method(
         search,
-        asked.dimensions,
-        seed=asked.seed,
-        objectives=len(asked.metrics),
-        allowed=SettingCheck(asked.job),
+        request.dimensions,
+        seed=request.seed,
+        objectives=len(request.metrics),
+        allowed=SettingCheck(request.job),
         past=past,
     )
 
@@ -186,10 +186,10 @@ def with_search(job: Job, search: Any, options: Mapping[str, Any]) -> Job:
         known = before or {}
         if known and "space" not in known:  # the space alone
             known = {"space": known}
-    said = {key: value for key, value in options.items() if value is not None}
-    if not known and not said:
+    overrides = {key: value for key, value in options.items() if value is not None}
+    if not known and not overrides:
         return job
-    mapping = job.model_dump(mode="json", exclude_unset=True) | {"search": {**known, **said}}
+    mapping = job.model_dump(mode="json", exclude_unset=True) | {"search": {**known, **overrides}}
     from yunlu.spec.load import job_from_mapping  # noqa: PLC0415 - reads YAML: slow to import
 
     return job_from_mapping(mapping, where="search")
@@ -231,7 +231,7 @@ def _find_same(job: Job, name: str | None) -> Records | None:
     """The study that was begun with the very same job, so that the same command goes on with it."""
     if name is not None:
         directory = StudyDir(studies_home() / check_name(name))
-        if not directory.asked.exists():
+        if not directory.request.exists():
             return None
         if _is_of(directory, job):
             return Records(directory)
@@ -249,8 +249,8 @@ def _find_same(job: Job, name: str | None) -> Records | None:
 
 
 def _is_of(directory: StudyDir, job: Job) -> bool:
-    asked = directory.read_asked()
-    before = asked.target or asked.job
+    request = directory.read_request()
+    before = request.target or request.job
     return before is not None and before.search is not None and _plain(before) == _plain(job)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 from yunlu.tuning.methods.grid import list_settings
 from yunlu.tuning.space import list_values, make_dimensions
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,9 @@ def expect_stages(search: SearchSpec, *, trials: int, rungs: int) -> StageCounts
         stages = [s for count, begin in brackets for s in _halve(count, begin, rungs, eta)]
         return StageCounts(stages=tuple(stages), spread=_HALVING, waits=False)
     if stop == "pbt":
-        return StageCounts(stages=_train_together(search, trials, rungs), spread=_HALVING, waits=True)
+        return StageCounts(
+            stages=_train_together(search, trials, rungs), spread=_HALVING, waits=True
+        )
     if stop == "frontier":
         return StageCounts(stages=_explore(trials, rungs), spread=_FRONTIER_SPREAD, waits=False)
     share, spread = {"median": _MEDIAN, "patience": _PATIENCE}.get(stop, (1.0, 0.0))
@@ -136,15 +138,15 @@ def makespan_s(
         power: Speed on k devices is k to this power.
         elastic: Whether devices that nobody needs go to the trials that are left.
     """
-    places = max(1, min(parallel, devices))
-    speed = (max(1, devices // places)) ** power if elastic else 1.0
+    slots = max(1, min(parallel, devices))
+    speed = (max(1, devices // slots)) ** power if elastic else 1.0
     if course.waits or elastic:
         return sum(
             _stage_s(
                 stage,
                 stage.rungs * rung_s,
                 devices if elastic else 0,
-                places=places,
+                slots=slots,
                 start_s=start_s,
                 power=power,
             )
@@ -154,19 +156,19 @@ def makespan_s(
     work_s = course.rungs * rung_s / speed + lives * start_s
     longest_s = _longest(course.stages) * rung_s / speed + start_s
     # Between what no schedule can beat and what no list schedule exceeds (Graham 1969).
-    best_s = max(work_s / places, longest_s)
-    worst_s = (work_s + (places - 1) * longest_s) / places
+    best_s = max(work_s / slots, longest_s)
+    worst_s = (work_s + (slots - 1) * longest_s) / slots
     return (best_s + worst_s) / 2
 
 
 def _stage_s(
-    stage: Stage, one_s: float, devices: int, *, places: int, start_s: float, power: float
+    stage: Stage, one_s: float, devices: int, *, slots: int, start_s: float, power: float
 ) -> float:
     """All of its trials, of ``one_s`` on one device each; ``devices`` is 0 where sizes do not change."""
     if not devices:
-        return ceil(stage.trials / places) * (one_s + start_s)
-    full, rest = divmod(stage.trials, places)
-    spans_s = full * (one_s / max(1, devices // places) ** power + start_s)
+        return ceil(stage.trials / slots) * (one_s + start_s)
+    full, rest = divmod(stage.trials, slots)
+    spans_s = full * (one_s / max(1, devices // slots) ** power + start_s)
     if rest:
         spans_s += one_s / (devices / rest) ** power + start_s
     return spans_s

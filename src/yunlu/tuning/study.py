@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from yunlu.jobs.job_input import build_job
-from yunlu.tuning.study_runner.runner import run_to_end
-from yunlu.tuning.study_runner.objectives import check_failures
-from yunlu.tuning.study_runner.trial_runs import make_job
+from yunlu.tuning.external_trials import error_words, read_numbers, refuse_function
 from yunlu.tuning.facts import find_best
+from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.setup import (
     create_study,
     find_limits,
@@ -23,21 +22,22 @@ from yunlu.tuning.setup import (
     open_or_create,
     with_search,
 )
-from yunlu.tuning.external_trials import error_words, read_numbers, refuse_function
-from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.study_dir import StudyError
-from yunlu.tuning.values import StartTrial, EndStudy, Point, StudySnapshot, TrialState
+from yunlu.tuning.study_runner.objectives import check_failures
+from yunlu.tuning.study_runner.runner import run_to_end
+from yunlu.tuning.study_runner.trial_runs import make_job
+from yunlu.tuning.values import EndStudy, Point, StartTrial, StudySnapshot, TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from yunlu.spec.job import Job
-    from yunlu.tuning.study_runner.slot_allocation import Elastic
-    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
     from yunlu.tuning.forecast import StudyForecast
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Method, Action, Params
+    from yunlu.tuning.study_runner.slot_allocation import Elastic
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.values import Action, Method, Params
 
 
 _TOLD = ("done", "pruned", "failed")
@@ -102,10 +102,10 @@ class Study:
             direction = "minimize" if minimize else "maximize"
             options = {"metric": metric, "direction": direction} | options
         source = str(job) if isinstance(job, str | Path) else None
-        asked = with_search(build_job(job, (), {}), search, options)
-        if asked.search is None:
-            create_study(asked)  # says what is missing
-        self._records = open_or_create(asked, name=name, source=source)
+        request = with_search(build_job(job, (), {}), search, options)
+        if request.search is None:
+            create_study(request)  # says what is missing
+        self._records = open_or_create(request, name=name, source=source)
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +116,7 @@ class Study:
     @property
     def name(self) -> str:
         """It is kept by this name."""
-        return self._records.asked.name
+        return self._records.request.name
 
     @property
     def records(self) -> Records:
@@ -137,16 +137,16 @@ class Study:
         """All that is known of it."""
         return self._records.view()
 
-    def foretell(self, *, places: Slots | None = None) -> StudyForecast:
+    def forecast(self, *, slots: Slots | None = None) -> StudyForecast:
         """What it will take, told once, before it begins: trials, time, cost; of runs of the job."""
-        from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 - looks for a pool
         from yunlu.tuning.forecast import StudyForecast, predict_study  # noqa: PLC0415 - slow
+        from yunlu.tuning.study_runner.slots import find_slots  # noqa: PLC0415 - looks for a pool
 
-        asked = self._records.asked
-        if asked.forecast is not None:
-            return StudyForecast.model_validate(asked.forecast)
-        places = places or find_slots(devices=asked.devices)
-        told = predict_study(asked, devices=places.devices)
+        request = self._records.request
+        if request.forecast is not None:
+            return StudyForecast.model_validate(request.forecast)
+        slots = slots or find_slots(devices=request.devices)
+        told = predict_study(request, devices=slots.devices)
         self._records.change(forecast=told.model_dump(mode="json"))
         return told
 
@@ -189,8 +189,8 @@ class Study:
         self._records.dir.write_status(status.model_copy(update=about))
 
     def _lend(self, number: int) -> AskedTrial:
-        asked, params = self._records.asked, dict(self._records.trial(number).params)
-        job = None if asked.job is None else make_job(asked, number, params)
+        request, params = self._records.request, dict(self._records.trial(number).params)
+        job = None if request.job is None else make_job(request, number, params)
         return AskedTrial(number, params, job)
 
     def tell(
@@ -228,7 +228,7 @@ class Study:
         budget: float | None = None,
         deadline: str | None = None,
         parallel: int | None = None,
-        places: Slots | None = None,
+        slots: Slots | None = None,
         elastic: Elastic = "auto",
         on_change: Callable[[StudyView], None] | None = None,
         is_asked_to_stop: Callable[[], bool] = lambda: False,
@@ -248,7 +248,7 @@ class Study:
             is_asked_to_stop: Looked at often; ends the search so that it can go on later.
         """
         if function is not None:
-            refuse_function(function, budget or self._records.asked.dollars)
+            refuse_function(function, budget or self._records.request.dollars)
         self._limit(trials=trials, budget=budget, deadline=deadline, parallel=parallel)
         if function is not None:
             self._call(function, is_asked_to_stop)
@@ -259,32 +259,34 @@ class Study:
         run_to_end(
             self._records,
             method=self._open_method(),
-            places=places or find_slots(devices=self._records.asked.devices),
+            slots=slots or find_slots(devices=self._records.request.devices),
             on_change=on_change,
             is_asked_to_stop=is_asked_to_stop,
             elastic=elastic,
         )
         return self
 
-    def _limit(self, **said: Any) -> None:
-        job = self._records.asked.job
-        if job is None or all(value is None for value in said.values()):
+    def _limit(self, **overrides: Any) -> None:
+        job = self._records.request.job
+        if job is None or all(value is None for value in overrides.values()):
             return
-        search = with_search(job, None, said).search
+        search = with_search(job, None, overrides).search
         assert search is not None
         limits = find_limits(search)
         self._records.change(**{key: value for key, value in limits.items() if value is not None})
 
-    def _call(self, function: Callable[[AskedTrial], Any], is_asked_to_stop: Callable[[], bool]) -> None:
-        limits = self._records.asked
+    def _call(
+        self, function: Callable[[AskedTrial], Any], is_asked_to_stop: Callable[[], bool]
+    ) -> None:
+        limits = self._records.request
         parallel = limits.parallel or 1
         ends_at = math.inf if limits.deadline_s is None else time.monotonic() + limits.deadline_s
         with ThreadPoolExecutor(parallel) as pool:
             running = set[Any]()
             while not is_asked_to_stop() and time.monotonic() < ends_at:
-                asked = self.ask() if len(running) < parallel else None
-                if asked is not None:
-                    running.add(pool.submit(self._carry_out, function, asked))
+                request = self.ask() if len(running) < parallel else None
+                if request is not None:
+                    running.add(pool.submit(self._carry_out, function, request))
                     continue
                 if not running:
                     break
@@ -304,51 +306,51 @@ class Study:
             self._note("failed", error.message, ended_at=time.time())
             raise
 
-    def _carry_out(self, function: Callable[[AskedTrial], Any], asked: AskedTrial) -> None:
+    def _carry_out(self, function: Callable[[AskedTrial], Any], request: AskedTrial) -> None:
         try:
-            value = function(asked)
+            value = function(request)
             if value is None:
                 raise StudyError("the function returned nothing, where a value was expected")
-            self.tell(asked, value)
+            self.tell(request, value)
         except Exception as error:  # noqa: BLE001 - the study goes on without this trial
-            self.tell(asked, state="failed", error=error_words(error))
+            self.tell(request, state="failed", error=error_words(error))
 
     def _choose(self) -> Action:
-        asked, trials = self._records.asked, self._records.trials()
-        left = None if asked.trials is None else max(asked.trials - len(trials), 0)
+        request, trials = self._records.request, self._records.trials()
+        left = None if request.trials is None else max(request.trials - len(trials), 0)
         if left == 0:
             return EndStudy("all trials were begun")
-        stand = StudySnapshot(
+        snapshot = StudySnapshot(
             trials=trials,
             rungs=1,
-            objectives=len(asked.metrics),
+            objectives=len(request.metrics),
             trials_left=left,
-            workers=asked.parallel or 1,
+            workers=request.parallel or 1,
         )
-        return self._open_method().choose(stand)
+        return self._open_method().choose(snapshot)
 
     def _open_method(self) -> Method:
         if self._method is None:
-            self._method = make_method_of(self._records.asked)
+            self._method = make_method_of(self._records.request)
         return self._method
 
     def _hold(self) -> None:
         if not self._is_held:
-            self._held.enter_context(self._records.dir.conducting())
+            self._held.enter_context(self._records.dir.locked_by_runner())
             self._is_held = True
             self._records.refresh()
             known = self._records.facts()
-            if self._records.asked.rungs != 1 and not any(facts.run for facts in known):
+            if self._records.request.rungs != 1 and not any(facts.run for facts in known):
                 self._records.change(rungs=1)  # a value that is told is that of a whole trial
             status, now = self._records.dir.read_status(), time.time()
-            began_at, rested_s = status.began_at or now, status.after_rest(now)
-            self._note("running", began_at=began_at, rested_s=rested_s, ended_at=None)
+            began_at, idle_s = status.began_at or now, status.idle_until(now)
+            self._note("running", began_at=began_at, idle_s=idle_s, ended_at=None)
             self._abandoned = [
                 each.number for each in known if not each.state.is_over and each.run is None
             ]
 
     def _point(self, value: float | Sequence[float]) -> Point:
-        directions = self._records.asked.directions
+        directions = self._records.request.directions
         values = read_numbers(value)
         if len(values) != len(directions):
             words = "1 objective" if len(directions) == 1 else f"{len(directions)} objectives"
@@ -370,5 +372,5 @@ def tune(
     """Search for good settings of a job, and return the study; arguments as of ``Study``."""
     study = Study(job, minimize=minimize, maximize=maximize, name=name, search=search, **options)
     if function is None and not study.trials:
-        study.foretell()  # for its page
+        study.forecast()  # for its page
     return study.optimize(function)

@@ -48,8 +48,8 @@ class StudyRequest(Value):
     """What trials are made of; None where the user's own program calls ask and tell."""
     source: str | None = None
     """The job's file, as it was named."""
-    said: tuple[str, ...] = ()
-    """What was said besides it, as it was typed: ``train.epochs=3``."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of the job, as typed: ``train.epochs=3``."""
     target: Job | None = None
     """Where ``job`` is a narrow copy: what it is a copy of."""
     metrics: tuple[str, ...]
@@ -105,12 +105,12 @@ class StudyStatus(Value):
     devices: int = 0
     clock_at: float | None = None
     """Since when the deadline counts."""
-    rested_s: float = 0.0
+    idle_s: float = 0.0
     """From its beginning on, while nobody conducted it."""
 
-    def after_rest(self, now: float) -> float:
-        """What ``rested_s`` is where it goes on now; when one that was killed ended, nobody knows."""
-        return self.rested_s + (0.0 if self.ended_at is None else max(now - self.ended_at, 0.0))
+    def idle_until(self, now: float) -> float:
+        """What ``idle_s`` is where it goes on now; when one that was killed ended, nobody knows."""
+        return self.idle_s + (0.0 if self.ended_at is None else max(now - self.ended_at, 0.0))
 
 
 class StudyDir:
@@ -118,10 +118,10 @@ class StudyDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.asked = path / "study.json"
+        self.request = path / "study.json"
         self.status = path / "state.json"
         self.database = path / "study.sqlite3"
-        self.lock = path / "conductor.lock"
+        self.lock = path / "runner.lock"
         self.stop = path / "stop"
 
     @property
@@ -134,12 +134,12 @@ class StudyDir:
         """Optuna's URL of the trials."""
         return f"sqlite:///{self.database}"
 
-    def read_asked(self) -> StudyRequest:
+    def read_request(self) -> StudyRequest:
         """What was asked for."""
         try:
-            return StudyRequest.model_validate_json(self.asked.read_bytes())
+            return StudyRequest.model_validate_json(self.request.read_bytes())
         except ValidationError as error:
-            raise self.damaged(self.asked) from error
+            raise self.damaged(self.request) from error
 
     def damaged(self, file: Path) -> StudyError:
         """Nobody can read this file of it."""
@@ -148,10 +148,10 @@ class StudyDir:
             hint=f"bring the file back, or move the directory {self.path} away",
         )
 
-    def write_asked(self, asked: StudyRequest) -> None:
+    def write_request(self, request: StudyRequest) -> None:
         """Note what is asked for from now on."""
         # What was not set stays unset: a search is read again as it was written.
-        write_atomically(self.asked, asked.model_dump_json(indent=2, exclude_unset=True))
+        write_atomically(self.request, request.model_dump_json(indent=2, exclude_unset=True))
 
     def read_status(self) -> StudyStatus:
         """How it stands; one whose conductor vanished is stopped."""
@@ -161,7 +161,7 @@ class StudyDir:
             return StudyStatus()
         except ValidationError as error:
             raise self.damaged(self.status) from error
-        if status.state == "running" and not self.is_conducted():
+        if status.state == "running" and not self.is_running():
             return status.model_copy(
                 update={"state": "stopped", "reason": "whoever conducted it ended"}
             )
@@ -171,7 +171,7 @@ class StudyDir:
         """Note how it stands."""
         write_atomically(self.status, status.model_dump_json())
 
-    def is_conducted(self) -> bool:
+    def is_running(self) -> bool:
         """Whether somebody conducts it now."""
         try:
             with _locked(self.lock, create=False):
@@ -182,7 +182,7 @@ class StudyDir:
             return False
 
     @contextmanager
-    def conducting(self) -> Generator[None]:
+    def locked_by_runner(self) -> Generator[None]:
         """Be the one who conducts it; the lock goes with the process, however that ends."""
         try:
             with _locked(self.lock, create=True):
@@ -220,9 +220,9 @@ def list_studies() -> list[str]:
     return [path.name for _, path in sorted(dated, reverse=True)]
 
 
-def _created_at(asked: Path) -> float:
+def _created_at(request: Path) -> float:
     try:
-        return float(json.loads(asked.read_bytes())["created_at"])
+        return float(json.loads(request.read_bytes())["created_at"])
     except (ValueError, KeyError, TypeError, OSError):
         return 0.0  # damaged: it says so when it is opened
 

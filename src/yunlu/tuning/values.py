@@ -140,11 +140,11 @@ class Judgement:
 class Method(Protocol):
     """A way of searching. Deterministic: the same stand and seed give the same answer."""
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """A place is free: what is done with it?"""
         ...
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """A running trial was just evaluated (its newest point is in the stand): does it go on?"""
         ...
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from yunlu.tuning.study_dir import StudyRequest
 
 
-def read_past(asked: StudyRequest, sources: Sequence[str]) -> list[Trial]:
+def read_past(request: StudyRequest, sources: Sequence[str]) -> list[Trial]:
     """The trials of these studies that told a value, numbered anew."""
     found = [
         trial
         for source in sources
-        for trial in (_foreign(asked, source) if "://" in source else _own(asked, source))
+        for trial in (_foreign(request, source) if "://" in source else _own(request, source))
     ]
     return [
         Trial(number=number, params=trial.params, state=trial.state, points=trial.points)
@@ -34,15 +34,18 @@ def read_past(asked: StudyRequest, sources: Sequence[str]) -> list[Trial]:
     ]
 
 
-def _own(asked: StudyRequest, name: str) -> Iterator[Trial]:
+def _own(request: StudyRequest, name: str) -> Iterator[Trial]:
     try:
         earlier = open_study(name)
     except StudyError as error:
         raise StudyError(f"search.warm_start: {error.message}", hint=error.hint) from None
-    if earlier.asked.metrics != asked.metrics or earlier.asked.directions != asked.directions:
+    if (
+        earlier.request.metrics != request.metrics
+        or earlier.request.directions != request.directions
+    ):
         raise StudyError(
-            f"the study {name} sought {', '.join(earlier.asked.metrics)}, not "
-            f"{', '.join(asked.metrics)}: nothing can be learned from it",
+            f"the study {name} sought {', '.join(earlier.request.metrics)}, not "
+            f"{', '.join(request.metrics)}: nothing can be learned from it",
             hint="remove it from search.warm_start",
         )
     for trial in earlier.trials():
@@ -52,7 +55,7 @@ def _own(asked: StudyRequest, name: str) -> Iterator[Trial]:
             yield replace(trial, state=TrialState.PRUNED)
 
 
-def _foreign(asked: StudyRequest, url: str) -> Iterator[Trial]:
+def _foreign(request: StudyRequest, url: str) -> Iterator[Trial]:
     """Of each study there that has as many objectives; a value without a curve is that of a whole training."""
     kind, _, path = url.partition(":///")
     if kind == "sqlite" and not Path(path.partition("?")[0]).is_file():
@@ -64,7 +67,7 @@ def _foreign(asked: StudyRequest, url: str) -> Iterator[Trial]:
         raise StudyError(
             f"search.warm_start: {url} cannot be read as an Optuna storage: {error}"
         ) from error
-    wanted = [*asked.directions]
+    wanted = [*request.directions]
     alike = [study for study in studies if _directions_of(study) == wanted]
     if not alike:
         raise StudyError(
@@ -82,7 +85,7 @@ def _foreign(asked: StudyRequest, url: str) -> Iterator[Trial]:
                 Point(step + from_0, turn_values((value,), wanted), 0.0) for step, value in steps
             ]
             if len(wanted) > 1 or not points:
-                points = [Point(max(asked.rungs, 1), turn_values(trial.values, wanted), 0.0)]
+                points = [Point(max(request.rungs, 1), turn_values(trial.values, wanted), 0.0)]
             is_done = trial.state is OptunaState.COMPLETE
             yield Trial(
                 number=trial.number,

@@ -19,9 +19,9 @@ from yunlu.tuning.view import read_view
 
 
 def ask(study: Study, **options: Any) -> AskedTrial:
-    asked = study.ask(**options)
-    assert asked is not None
-    return asked
+    request = study.ask(**options)
+    assert request is not None
+    return request
 
 
 def test_what_a_killed_program_had_asked_for_is_asked_again_and_done_once() -> None:
@@ -31,8 +31,8 @@ def test_what_a_killed_program_had_asked_for_is_asked_again_and_done_once() -> N
     study.close()  # as the lock of a killed process is let go
     done: list[tuple[int, Any]] = []
 
-    def trial(asked: AskedTrial) -> float:
-        done.append((asked.number, asked.params))
+    def trial(request: AskedTrial) -> float:
+        done.append((request.number, request.params))
         return 2.0
 
     again = Study(name="killed").optimize(trial)
@@ -64,7 +64,7 @@ def test_numbers_of_any_make_are_values() -> None:
 
 def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
     study = Study(toy_job(), name="refused")
-    asked = ask(study)
+    request = ask(study)
     refused: list[tuple[Any, Any, str]] = [
         ("0.5", "done", "'0.5', which is not a number"),
         (object, "done", "which is not a number"),
@@ -74,8 +74,8 @@ def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
     ]
     for value, state, said in refused:
         with pytest.raises(StudyError, match=said):
-            study.tell(asked, value, state=state)
-    study.tell(asked, 3.0)
+            study.tell(request, value, state=state)
+    study.tell(request, 3.0)
     assert study.trials[0].curve == [(1, (3.0,))]
 
 
@@ -92,9 +92,9 @@ def test_a_function_of_ones_own_ends_by_the_clock_and_knows_no_budget(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def trial(asked: AskedTrial) -> float:
+    def trial(request: AskedTrial) -> float:
         now[0] += 60.0
-        return float(asked.number)
+        return float(request.number)
 
     study = Study(toy_job(), name="timed").optimize(trial, deadline="4min")
     assert len(study.trials) == 4
@@ -110,7 +110,7 @@ def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
     study.tell(trial, 1.0)
     study.close()
     rested = read_view("told")
-    assert (rested.state, rested.rungs, rested.is_told) == ("stopped", 1, True)
+    assert (rested.state, rested.rungs, rested.is_external) == ("stopped", 1, True)
     status = study.records.dir.read_status()
     assert status.ended_at is not None
     earlier = {"began_at": status.ended_at - 3600 - 60, "ended_at": status.ended_at - 3600}
@@ -118,12 +118,12 @@ def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
     rested = read_view("told")
     study.optimize(lambda _: 2.0)
     ended = read_view("told")
-    assert ended.rested_s >= 3600
+    assert ended.idle_s >= 3600
     assert (ended.state, ended.reason) == ("finished", "all trials were begun")
     assert ended.began_at == rested.began_at
     assert ended.ended_at is not None
     assert ended.began_at is not None
-    assert wall_s(ended, 0.0) == ended.ended_at - ended.began_at - ended.rested_s
+    assert wall_s(ended, 0.0) == ended.ended_at - ended.began_at - ended.idle_s
     study.close()
     assert read_view("told").state == "finished"
 

@@ -43,7 +43,7 @@ def test_every_row_is_a_setting_within_the_bounds(seed: int) -> None:
     encoder = Encoder(ALL)
     rng = np.random.default_rng(seed)
     for units in rng.choice([0.0, 1.0, rng.random()], size=(8, len(ALL))):
-        params = encoder.settle(units)
+        params = encoder.to_params(units)
         assert 1e-5 <= _number(params, "optimizer.rate") <= 1e-1
         assert params["model.layers"] in {1, 2, 3, 4, 5}
         assert 64 <= _number(params, "model.units") <= 1024
@@ -58,7 +58,7 @@ def test_what_does_not_exist_makes_no_difference() -> None:
     encoder = Encoder((KIND, NESTEROV))
     units = np.array([[0.5, 0.1], [0.5, 0.9]])
     first, second = encoder.featurize(units)
-    assert encoder.settle(units[0]) == {"optimizer.name": "adam"}
+    assert encoder.to_params(units[0]) == {"optimizer.name": "adam"}
     assert (first == second).all()
     assert first.tolist() == [0.0, 1.0, 0.0, ABSENT]
 
@@ -67,7 +67,7 @@ def test_conditions_on_what_does_not_exist_do_not_hold() -> None:
     outer = Dimension(name="a", choices=("x", "y"))
     middle = Dimension(name="b", choices=("x", "y"), when={"a": ("x",)})
     inner = Dimension(name="c", low=0.0, high=1.0, when={"b": ("x",)})
-    assert Encoder((inner, middle, outer)).settle(np.array([0.3, 0.1, 0.9])) == {"a": "y"}
+    assert Encoder((inner, middle, outer)).to_params(np.array([0.3, 0.1, 0.9])) == {"a": "y"}
 
 
 def test_choices_that_are_numbers_keep_their_order() -> None:
@@ -103,7 +103,7 @@ def test_beliefs_draw_settings_to_them() -> None:
         logs = np.log10([_number(params, "rate") for params in drawn])
         assert logs.mean() == pytest.approx(-3.0, abs=0.05)
         assert logs.std() == pytest.approx(0.2, abs=0.05)
-    believed = encoder.believe(encoder.locate([{"rate": 1e-3}, {"rate": 10**-3.2}]))
+    believed = encoder.prior_score(encoder.locate([{"rate": 1e-3}, {"rate": 10**-3.2}]))
     assert believed == pytest.approx([0.0, -0.5])
 
 

@@ -15,7 +15,6 @@ from yunlu.spec.job import Job
 from yunlu.spec.layout import LayoutSpec
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning import forecast
-from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
     StudyForecast,
@@ -27,6 +26,7 @@ from yunlu.tuning.forecast import (
 from yunlu.tuning.setup import ask_study
 from yunlu.tuning.stages import Stage, count_space, expect_stages, find_stop, makespan_s
 from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 
 LR = {"train.optimizer.lr": "1e-4 .. 1e-1 log"}
 
@@ -46,9 +46,9 @@ def trial(seconds: float = 100.0, *, start_s: float = 10.0, spread: float = 1.2)
     return TrialTime(seconds=interval, start_s=start_s, source="a test")
 
 
-def told(asked: SearchSpec, **more: Any) -> StudyForecast:
+def told(request: SearchSpec, **more: Any) -> StudyForecast:
     options: dict[str, Any] = {"rungs": 9, "devices": 4, "trial": trial(), "elastic": False}
-    return predict_search(job(), asked, **(options | more))
+    return predict_search(job(), request, **(options | more))
 
 
 def test_whole_trainings_one_after_the_other() -> None:
@@ -62,9 +62,9 @@ def test_whole_trainings_one_after_the_other() -> None:
 def test_a_trial_of_two_devices_holds_both() -> None:
     wide = job().model_copy(update={"devices": 2})
     options: dict[str, Any] = {"rungs": 9, "trial": trial(), "dollars_per_hour": 3.6}
-    asked, two_s = search(trials=8), 10.0 + 90.0 / 2**USUAL_POWER
-    assert predict_search(wide, asked, devices=4, **options).parallel == 2
-    found = predict_search(wide, asked, devices=2, **options)
+    request, two_s = search(trials=8), 10.0 + 90.0 / 2**USUAL_POWER
+    assert predict_search(wide, request, devices=4, **options).parallel == 2
+    found = predict_search(wide, request, devices=2, **options)
     assert (found.parallel, found.devices) == (1, 2)
     assert found.seconds is not None
     assert found.seconds.value == pytest.approx(8 * two_s)
@@ -73,24 +73,24 @@ def test_a_trial_of_two_devices_holds_both() -> None:
     assert found.dollars is not None
     assert found.dollars.value == pytest.approx(0.001 * 8 * two_s)
     layout = job().model_copy(update={"layout": LayoutSpec.model_validate({"tp": 2})})
-    assert predict_search(layout, asked, devices=2, **options).parallel == 1
+    assert predict_search(layout, request, devices=2, **options).parallel == 1
 
 
 def test_halving_counts_its_rungs() -> None:
-    asked = search(stop="asha", trials=9)
-    course = expect_stages(asked, trials=9, rungs=9)
+    request = search(stop="asha", trials=9)
+    course = expect_stages(request, trials=9, rungs=9)
     assert course.stages == (
         Stage(trials=9, rungs=1),
         Stage(trials=3, rungs=2),
         Stage(trials=1, rungs=6),
     )
     assert course.rungs == 21
-    assert told(asked).share == pytest.approx(21 / 81)
+    assert told(request).share == pytest.approx(21 / 81)
 
 
 def test_hyperband_has_brackets_that_begin_later() -> None:
-    asked = search(stop="hyperband", trials=20)
-    course = expect_stages(asked, trials=20, rungs=9)
+    request = search(stop="hyperband", trials=20)
+    course = expect_stages(request, trials=20, rungs=9)
     assert {stage.rungs for stage in course.stages} >= {1, 3, 9}
     assert course.rungs > expect_stages(search(stop="asha"), trials=20, rungs=9).rungs
 
@@ -148,7 +148,7 @@ def test_where_nobody_measured_a_worker_is_asked_once(monkeypatch: pytest.Monkey
         checkpoint_every=100, best_metric="loss", stopping_metric="loss", workers=0, choices=(),
         prediction=Prediction(memory_bytes=0, step_s=1, samples_per_s=8, total_s=100, dollars=None),
     )  # fmt: skip
-    asked = ask_study(
+    request = ask_study(
         name="some", dimensions=(), job=job().model_copy(update={"search": search(trials=50)}),
         metrics=("loss",), directions=("minimize",), rungs=9, trials=8, deadline_s=250.0,
     )  # fmt: skip
@@ -159,13 +159,13 @@ def test_where_nobody_measured_a_worker_is_asked_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(forecast, "plan_alone", make_plan)
     monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
-    found = predict_study(asked, devices=1)
+    found = predict_study(request, devices=1)
     assert found.trial_s is not None
     assert found.trial_s.value == 100.0
     # What was said last bounds it: 250 seconds, not the trials of the job's own search.
     assert (found.trials.value, found.bound) == (2.0, "deadline")
     assert len(asks) == 1
-    again = predict_study(asked.model_copy(update={"plan": plan}), devices=1)
+    again = predict_study(request.model_copy(update={"plan": plan}), devices=1)
     assert (again, len(asks)) == (found, 1)
 
 
@@ -175,21 +175,21 @@ def test_a_job_that_no_worker_can_plan_leaves_the_time_open(
     def refuse(_job: Job) -> Plan:
         raise StudyError("no such model")
 
-    asked = ask_study(
+    request = ask_study(
         name="some", dimensions=(), job=job().model_copy(update={"search": search()}),
         metrics=("loss",), directions=("minimize",), rungs=9, trials=8,
     )  # fmt: skip
     monkeypatch.setattr(forecast, "plan_alone", refuse)
     monkeypatch.setattr(forecast, "find_trial_time", know_nothing)
-    found = predict_study(asked, devices=2)
+    found = predict_study(request, devices=2)
     assert (found.seconds, found.trials.value) == (None, 8.0)
 
 
 def test_a_space_with_an_end_is_counted() -> None:
     space = {"train.batch": [16, 32, 64], "model.args.layers": "1 .. 4"}
-    asked = search(method="grid", space=space)
-    assert count_space(asked) == 12
-    found = told(asked)
+    request = search(method="grid", space=space)
+    assert count_space(request) == 12
+    found = told(request)
     assert (found.bound, found.trials.value) == ("space", 12.0)
     assert any("12 settings" in note for note in found.notes)
     assert told(search(space=space, trials=50)).trials.value == 12.0
@@ -226,8 +226,8 @@ def test_varied_models_make_the_interval_wider() -> None:
 
 @pytest.mark.parametrize("stop", ["none", "asha", "hyperband", "median", "patience"])
 def test_shares_that_change_are_never_slower(stop: str) -> None:
-    asked = search(stop=stop, trials=27)
-    static, elastic = told(asked), told(asked, elastic=True)
+    request = search(stop=stop, trials=27)
+    static, elastic = told(request), told(request, elastic=True)
     assert static.seconds is not None
     assert elastic.seconds is not None
     assert elastic.seconds.value <= static.seconds.value * 1.001
@@ -244,12 +244,12 @@ def test_shares_that_change_are_never_slower(stop: str) -> None:
 def test_no_study_beats_all_devices_always_busy(
     trials: int, rungs: int, devices: int, stop: str, elastic: bool
 ) -> None:
-    asked = search(stop=stop) if stop != "frontier" else search(method="frontier", stop="auto")
-    course = expect_stages(asked, trials=trials, rungs=rungs)
+    request = search(stop=stop) if stop != "frontier" else search(method="frontier", stop="auto")
+    course = expect_stages(request, trials=trials, rungs=rungs)
     span_s = makespan_s(course, rung_s=1.0, devices=devices, parallel=devices, elastic=elastic)
     assert span_s >= course.rungs / devices * 0.999
     assert course.rungs <= max(trials, 10) * rungs * 1.001
-    more = expect_stages(asked, trials=trials + 10, rungs=rungs)
+    more = expect_stages(request, trials=trials + 10, rungs=rungs)
     assert more.rungs >= course.rungs
 
 

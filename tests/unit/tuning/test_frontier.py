@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from yunlu.lab.tuning.replay import replay
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.frontier import Frontier
 from yunlu.tuning.methods.factory import make_method
-from yunlu.tuning.replay import replay
+from yunlu.tuning.methods.frontier import Frontier
 from yunlu.tuning.space import key_of
 from yunlu.tuning.values import (
-    StartTrial,
+    Continue,
     Dimension,
     EndStudy,
-    Continue,
     Judgement,
     Point,
+    StartTrial,
     StudySnapshot,
     Trial,
     TrialState,
@@ -104,19 +104,19 @@ def test_of_a_space_with_an_end_every_setting_is_tried_once_and_the_best_to_its_
 
 
 def test_a_value_that_is_not_a_number_ends_the_trial() -> None:
-    stand = _stand([_trial(0, [1.0, math.nan], TrialState.RUNNING, until=9)])
-    assert Frontier(SPACE, seed=0).judge(0, stand).verdict is Verdict.PRUNE
+    snapshot = _snapshot([_trial(0, [1.0, math.nan], TrialState.RUNNING, until=9)])
+    assert Frontier(SPACE, seed=0).judge(0, snapshot).verdict is Verdict.PRUNE
 
 
 def test_below_its_goal_a_trial_goes_on_unasked() -> None:
-    stand = _stand([_trial(0, [1.0], TrialState.RUNNING, until=4)])
-    assert Frontier(SPACE, seed=0).judge(0, stand) == Judgement(Verdict.GO_ON, until=4)
+    snapshot = _snapshot([_trial(0, [1.0], TrialState.RUNNING, until=4)])
+    assert Frontier(SPACE, seed=0).judge(0, snapshot) == Judgement(Verdict.GO_ON, until=4)
 
 
 def test_who_takes_the_lead_goes_on_and_who_is_last_is_given_up() -> None:
     others = [_trial(n, [1.0 + n / 100], TrialState.HELD) for n in range(12)]
-    good = _stand([*others, _trial(12, [0.5], TrialState.RUNNING, until=1)])
-    bad = _stand([*others, _trial(12, [2.0], TrialState.RUNNING, until=1)])
+    good = _snapshot([*others, _trial(12, [0.5], TrialState.RUNNING, until=1)])
+    bad = _snapshot([*others, _trial(12, [2.0], TrialState.RUNNING, until=1)])
     method = Frontier(SPACE, seed=0)
     assert method.judge(12, good).verdict is Verdict.GO_ON
     assert method.judge(12, good).until > 1
@@ -126,16 +126,16 @@ def test_who_takes_the_lead_goes_on_and_who_is_last_is_given_up() -> None:
 @pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.PRUNED])
 def test_trials_that_told_nothing_are_survived(state: TrialState) -> None:
     silent = [_trial(n, [], state) for n in range(12)]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(silent)), StartTrial)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_snapshot(silent)), StartTrial)
     endless = [_trial(n, [math.inf, math.nan], state) for n in range(12)]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(endless)), StartTrial)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_snapshot(endless)), StartTrial)
     mixed = [*silent, *(_trial(12 + n, [1.0, 0.5 + n], TrialState.HELD) for n in range(4))]
-    assert isinstance(Frontier(SPACE, seed=0).choose(_stand(mixed)), StartTrial | Continue)
+    assert isinstance(Frontier(SPACE, seed=0).choose(_snapshot(mixed)), StartTrial | Continue)
 
 
 def test_where_no_more_may_begin_held_trials_go_on() -> None:
     held = [_trial(n, [1.0, 0.5 + n], TrialState.HELD) for n in range(6)]
-    move = Frontier(SPACE, seed=0).choose(_stand(held, trials_left=0))
+    move = Frontier(SPACE, seed=0).choose(_snapshot(held, trials_left=0))
     assert isinstance(move, Continue)
     assert move.until > 2
 
@@ -144,15 +144,15 @@ def test_where_nothing_is_left_it_waits_for_who_runs_and_then_ends() -> None:
     done = [_trial(n, [1.0] * RUNGS, TrialState.DONE) for n in range(3)]
     last = _trial(3, [1.0], TrialState.RUNNING, until=RUNGS)
     method = Frontier(SPACE, seed=0)
-    assert isinstance(method.choose(_stand([*done, last], trials_left=0)), WaitForResults)
-    assert isinstance(method.choose(_stand(done, trials_left=0)), EndStudy)
+    assert isinstance(method.choose(_snapshot([*done, last], trials_left=0)), WaitForResults)
+    assert isinstance(method.choose(_snapshot(done, trials_left=0)), EndStudy)
 
 
 def test_nothing_begins_that_could_not_even_be_evaluated_once() -> None:
     done = [_trial(n, [1.0 + n] * RUNGS, TrialState.DONE) for n in range(12)]
     method = Frontier(SPACE, seed=0)
-    assert isinstance(method.choose(_stand(done, seconds_left=0.01)), EndStudy)
-    assert isinstance(method.choose(_stand(done, seconds_left=100.0)), StartTrial)
+    assert isinstance(method.choose(_snapshot(done, seconds_left=0.01)), EndStudy)
+    assert isinstance(method.choose(_snapshot(done, seconds_left=100.0)), StartTrial)
 
 
 def test_only_what_is_allowed_begins() -> None:
@@ -166,7 +166,7 @@ def test_only_what_is_allowed_begins() -> None:
 
 
 def test_constraints_that_nothing_fulfils_end_the_study() -> None:
-    move = Frontier(SPACE, seed=0, allowed=lambda _: False).choose(_stand([]))
+    move = Frontier(SPACE, seed=0, allowed=lambda _: False).choose(_snapshot([]))
     assert isinstance(move, EndStudy)
     assert "constraints" in move.reason
 
@@ -174,7 +174,7 @@ def test_constraints_that_nothing_fulfils_end_the_study() -> None:
 def test_earlier_studies_say_where_to_begin() -> None:
     past = [_trial(n, [2.0, 1.0 + abs(n - 7)], TrialState.DONE) for n in range(20)]
     past = [replace(trial, params={**trial.params, "gone": 1.0}) for trial in past]
-    move = Frontier(SPACE, seed=0, past=past).choose(_stand([]))
+    move = Frontier(SPACE, seed=0, past=past).choose(_snapshot([]))
     assert isinstance(move, StartTrial)
     assert set(move.params) == {"rate", "width", "drop"}
     for name, value in move.params.items():
@@ -221,21 +221,21 @@ class _Checked:
         self.choices = 0
         self.verdicts = 0
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        move = self._method.choose(stand)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        move = self._method.choose(snapshot)
         self._asked += 1
         if self._asked % 5 == 0:
-            assert Frontier(SPACE, seed=self._seed).choose(stand) == move
+            assert Frontier(SPACE, seed=self._seed).choose(snapshot) == move
             self.choices += 1
         return move
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        judged = self._method.judge(number, stand)
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        judgement = self._method.judge(number, snapshot)
         self._asked += 1
         if self._asked % 5 == 0:
-            assert Frontier(SPACE, seed=self._seed).judge(number, stand) == judged
+            assert Frontier(SPACE, seed=self._seed).judge(number, snapshot) == judgement
             self.verdicts += 1
-        return judged
+        return judgement
 
 
 def _trial(number: int, values: list[float], state: TrialState, until: int = 0) -> Trial:
@@ -244,7 +244,7 @@ def _trial(number: int, values: list[float], state: TrialState, until: int = 0) 
     return Trial(number=number, params=params, state=state, points=points, until=until)
 
 
-def _stand(
+def _snapshot(
     trials: list[Trial], *, trials_left: int | None = None, seconds_left: float | None = None
 ) -> StudySnapshot:
     return StudySnapshot(

@@ -7,14 +7,14 @@ import pytest
 
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.history import make_scale
-from yunlu.tuning.methods.successive_halving import find_stations
+from yunlu.tuning.methods.successive_halving import find_milestones
 from yunlu.tuning.methods.surrogate import (
     CurveObservations,
-    Posterior,
     LikelihoodGradient,
+    Posterior,
     ask,
-    fit_kernel,
     default_kernel,
+    fit_kernel,
 )
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Dimension, Point, Trial, TrialState
@@ -62,7 +62,7 @@ def test_believing_in_what_runs_changes_no_mean_but_makes_it_known() -> None:
     runs = ask(np.full((1, 3), 0.5), np.log([20.0]), np.array([8]))
     near = ask(np.array([[0.5, 0.5, 0.5], [0.1, 0.9, 0.4]]), np.log([20.0, 5.0]), np.array([-1, 2]))
     mean, deviation = posterior.tell(near)
-    posterior.believe(runs)
+    posterior.prior_score(runs)
     again, surer = posterior.tell(near)
     assert again == pytest.approx(mean)
     assert (surer <= deviation + 1e-9).all()
@@ -79,9 +79,9 @@ def test_ranks_do_not_see_how_far_outliers_are() -> None:
 
 
 def test_stations_end_with_the_training() -> None:
-    assert find_stations(51, 0.06, 1.4) == [3, 4, 6, 8, 11, 15, 21, 29, 41, 51]
-    assert find_stations(1, 0.06, 1.4) == [1]
-    assert find_stations(5, 0.06, 1.4) == [1, 2, 3, 4, 5]
+    assert find_milestones(51, 0.06, 1.4) == [3, 4, 6, 8, 11, 15, 21, 29, 41, 51]
+    assert find_milestones(1, 0.06, 1.4) == [1]
+    assert find_milestones(5, 0.06, 1.4) == [1, 2, 3, 4, 5]
 
 
 def test_paces_are_foretold_from_settings() -> None:
@@ -95,15 +95,15 @@ def test_paces_are_foretold_from_settings() -> None:
         )
         for number in range(8)
     ]
-    paces = RungTimeModel(TrialTable(encoder, seed=0).look(trials, [1, 2]))
-    told = paces.foretell(encoder.encode([{"width": 3.0}, {"width": 200.0}]))
+    rung_times = RungTimeModel(TrialTable(encoder, seed=0).update(trials, [1, 2]))
+    told = rung_times.predict(encoder.encode([{"width": 3.0}, {"width": 200.0}]))
     assert told == pytest.approx([3.0, 200.0], rel=0.25)
 
 
 def test_a_survey_that_is_shown_another_study_forgets_the_first() -> None:
     encoder = Encoder((Dimension(name="a"),))
-    survey = TrialTable(encoder, seed=0)
+    table = TrialTable(encoder, seed=0)
     for value in (1.0, 2.0):
         point = Point(1, (value,), 1.0)
         trial = Trial(number=0, params={"a": 0.5}, state=TrialState.HELD, points=(point,))
-        assert survey.look([trial], [1]).bests.tolist() == [value]
+        assert table.update([trial], [1]).bests.tolist() == [value]

@@ -15,11 +15,11 @@ from yunlu.jobs.run import new_record
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-from yunlu.tuning.study_runner.limits import StudyLimits
-from yunlu.tuning.study_runner.watched_trial import WatchedTrial
-from yunlu.tuning.study_runner.trial_events import TrialEvents
 from yunlu.tuning.setup import create_study, make_method_of
+from yunlu.tuning.study_runner.limits import StudyLimits
+from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 from yunlu.tuning.values import TrialState
 
 
@@ -42,25 +42,25 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
 ) -> None:
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3600")  # half a dollar for a second of one device
     start_run(own_home, 10.0)
-    job, places = toy_job(trials=9, budget=16.0), TwoDevices()
+    job, slots = toy_job(trials=9, budget=16.0), TwoDevices()
     records = create_study(job, name="some")
-    hosting = SlotAllocation(records, make_method_of(records.asked), _as_any(places))
-    lives: dict[int, WatchedTrial] = {}
-    limits = StudyLimits(records, hosting, lives, clock_at=0.0)
+    allocation = SlotAllocation(records, make_method_of(records.request), _as_any(slots))
+    watched_trials: dict[int, WatchedTrial] = {}
+    limits = StudyLimits(records, allocation, watched_trials, clock_at=0.0)
     done, started = (records.begin({"train.optimizer.lr": rate}) for rate in (0.1, 0.2))
     records.end(done, TrialState.DONE, device_seconds=8.0)
     assert limits.seconds_left() == pytest.approx(12.0)
     run = lifecycle.submit(job)
     record = new_record(run)
     assert record is not None
-    story = TrialEvents()
-    lives[started] = WatchedTrial(number=started, run=run, record=record, story=story)
+    events = TrialEvents()
+    watched_trials[started] = WatchedTrial(number=started, run=run, record=record, events=events)
     assert limits.seconds_left() == pytest.approx(7.0)  # 10 of one device are 5 of both
     assert limits.pays_for_start()
-    hosting.enqueue(7, run)
+    allocation.enqueue(7, run)
     assert not limits.pays_for_start()  # for one, but not for another besides
     for state in ("planning", "running"):
-        story.take(StateChanged(state=state))
+        events.take(StateChanged(state=state))
     assert limits.seconds_left() == pytest.approx(12.0)
     assert limits.pays_for_start()
 
@@ -68,9 +68,9 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
 def test_where_no_run_tells_of_starts_none_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3600")
     records = create_study(toy_job(trials=9, budget=0.1), name="some")
-    hosting = SlotAllocation(records, make_method_of(records.asked), _as_any(TwoDevices()))
-    assert StudyLimits(records, hosting, {}, clock_at=0.0).pays_for_start()
+    allocation = SlotAllocation(records, make_method_of(records.request), _as_any(TwoDevices()))
+    assert StudyLimits(records, allocation, {}, clock_at=0.0).pays_for_start()
 
 
-def _as_any(places: object) -> Any:
-    return places
+def _as_any(slots: object) -> Any:
+    return slots

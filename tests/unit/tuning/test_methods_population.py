@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning.methods.factory import make_method
 from yunlu.tuning.methods.population import PopulationBasedTraining, is_variable
-from yunlu.tuning.methods.samplers import SettingDraws, RandomSampler
-from yunlu.tuning.space import make_dimensions, drop_absent
+from yunlu.tuning.methods.samplers import RandomSampler, SettingDraws
+from yunlu.tuning.space import drop_absent, make_dimensions
 from yunlu.tuning.values import (
-    StartTrial,
+    Continue,
     Dimension,
     EndStudy,
-    Continue,
     Point,
+    StartTrial,
     StudySnapshot,
     Trial,
     TrialState,
@@ -27,7 +27,7 @@ from yunlu.tuning.values import (
 )
 
 if TYPE_CHECKING:
-    from yunlu.tuning.values import Method, Action
+    from yunlu.tuning.values import Action, Method
 
 SPACE: dict[str, Any] = {
     "train.optimizer.lr": "1e-4 .. 1e-1 log",
@@ -51,7 +51,7 @@ class Stage:
         self.trials: list[Trial] = []
         self.moves: list[tuple[StudySnapshot, Action]] = []
 
-    def stand(self) -> StudySnapshot:
+    def snapshot(self) -> StudySnapshot:
         return StudySnapshot(trials=tuple(self.trials), rungs=RUNGS, workers=self.workers)
 
     def running(self) -> list[Trial]:
@@ -60,9 +60,9 @@ class Stage:
     def play(self) -> str:
         while True:
             while len(self.running()) < self.workers:
-                stand = self.stand()
-                move = self.method.choose(stand)
-                self.moves.append((stand, move))
+                snapshot = self.snapshot()
+                move = self.method.choose(snapshot)
+                self.moves.append((snapshot, move))
                 if isinstance(move, EndStudy):
                     return move.reason
                 if isinstance(move, WaitForResults):
@@ -103,7 +103,7 @@ class Stage:
         self.trials[trial.number] = trial
         if rung == RUNGS:
             self.trials[trial.number] = replace(trial, state=TrialState.DONE)
-        elif self.method.judge(trial.number, self.stand()).verdict is Verdict.HOLD:
+        elif self.method.judge(trial.number, self.snapshot()).verdict is Verdict.HOLD:
             self.trials[trial.number] = replace(trial, state=TrialState.HELD)
 
 
@@ -139,9 +139,9 @@ def test_a_population_stays_as_large_and_ends_trained(
             model = stage.trials[trial.copied_from[0]]
             for name in ("model.args.hidden", "train.optimizer.name"):
                 assert trial.params[name] == model.params[name]
-    for stand, move in stage.moves[::5]:  # as if the study had been killed there
+    for snapshot, move in stage.moves[::5]:  # as if the study had been killed there
         again, _ = make(seed, population=population, every=every)
-        assert again.choose(stand) == move
+        assert again.choose(snapshot) == move
 
 
 def test_the_best_are_copied_and_the_worst_stay_behind() -> None:
@@ -161,7 +161,7 @@ def test_a_population_that_loses_members_goes_on_without_them() -> None:
     method, _ = make(0, population=4, every=2)
     stage = Stage(method, 4)
     for _ in range(4):
-        stage.make(method.choose(stage.stand()))
+        stage.make(method.choose(stage.snapshot()))
     stage.trials[2] = replace(stage.trials[2], state=TrialState.FAILED)
     assert stage.play() == "the population of 3 is trained"
 

@@ -14,23 +14,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, MissingPartError
+from yunlu.lab.tuning.replay import replay
 from yunlu.spec.search import SearchSpec
-from yunlu.tuning.methods.grid import GridSampler, list_settings
 from yunlu.tuning.methods.factory import (
     make_method,
     name_method,
 )
+from yunlu.tuning.methods.grid import GridSampler, list_settings
 from yunlu.tuning.methods.optuna_samplers import OptunaSampler, distribution_of
-from yunlu.tuning.methods.samplers import CmaEsSampler, SettingDraws, RandomSampler, SobolSampler
-from yunlu.tuning.replay import replay
-from yunlu.tuning.space import is_allowed, key_of, list_values, make_dimensions, drop_absent
-from yunlu.tuning.values import StartTrial, Dimension, EndStudy, Point, StudySnapshot, Trial, TrialState, WaitForResults
+from yunlu.tuning.methods.samplers import CmaEsSampler, RandomSampler, SettingDraws, SobolSampler
+from yunlu.tuning.space import drop_absent, is_allowed, key_of, list_values, make_dimensions
+from yunlu.tuning.values import (
+    Dimension,
+    EndStudy,
+    Point,
+    StartTrial,
+    StudySnapshot,
+    Trial,
+    TrialState,
+    WaitForResults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.tuning.methods.samplers import Sampler
-    from yunlu.tuning.values import Judgement, Method, Action, Params
+    from yunlu.tuning.values import Action, Judgement, Method, Params
 
 SPACE: dict[str, Any] = {
     "lr": {"low": 1e-4, "high": 1e-1, "log": True, "likely": 3e-3},
@@ -114,25 +123,25 @@ def test_every_setting_lies_inside_its_space_and_keeps_the_constraints(
     name: str, numbers: int, seed: int
 ) -> None:
     dimensions = make_dimensions(search())
-    stand = make_stand(numbers, seed, dimensions)
-    params = make_sampler(name, dimensions, seed).suggest(stand)
+    snapshot = make_stand(numbers, seed, dimensions)
+    params = make_sampler(name, dimensions, seed).suggest(snapshot)
     assert params is not None
     check_inside(params, dimensions)
     assert allows(params)
-    assert make_sampler(name, dimensions, seed).suggest(stand) == params
+    assert make_sampler(name, dimensions, seed).suggest(snapshot) == params
 
 
 @pytest.mark.slow
 def test_gaussian_processes_keep_to_the_space_and_learn() -> None:
     pytest.importorskip("torch", reason="Optuna's Gaussian processes compute with torch")
     dimensions = make_dimensions(search())
-    stand = make_stand(30, 5, dimensions)
-    params = make_sampler("gp", dimensions, 1).suggest(stand)
+    snapshot = make_stand(30, 5, dimensions)
+    params = make_sampler("gp", dimensions, 1).suggest(snapshot)
     assert params is not None
     check_inside(params, dimensions)
     assert allows(params)
-    assert make_sampler("gp", dimensions, 1).suggest(stand) == params
-    assert params != make_sampler("random", dimensions, 1).suggest(stand)
+    assert make_sampler("gp", dimensions, 1).suggest(snapshot) == params
+    assert params != make_sampler("random", dimensions, 1).suggest(snapshot)
 
 
 @st.composite
@@ -212,17 +221,17 @@ class Watched:
     def __init__(self, method: Method) -> None:
         self._method = method
         self.moves: list[tuple[StudySnapshot, Action]] = []
-        self.judged: list[tuple[int, StudySnapshot, Judgement]] = []
+        self.judgement: list[tuple[int, StudySnapshot, Judgement]] = []
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        move = self._method.choose(stand)
-        self.moves.append((stand, move))
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        move = self._method.choose(snapshot)
+        self.moves.append((snapshot, move))
         return move
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        judged = self._method.judge(number, stand)
-        self.judged.append((number, stand, judged))
-        return judged
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        judgement = self._method.judge(number, snapshot)
+        self.judgement.append((number, snapshot, judgement))
+        return judgement
 
 
 @pytest.mark.parametrize(
@@ -242,11 +251,11 @@ def test_a_method_made_anew_answers_as_the_one_that_saw_it_all(method: str, stop
     if method == "grid":
         space |= {"lr": "1e-4 .. 1e-1 log count 4", "units": [8, 64], "drop": [0.0, 0.5]}
         space |= {"momentum": {"choice": [0.1, 0.3], "when": {"name": "sgd"}}}
-    asked = search(space=space, method=method, stop=stop, first=[{"lr": 0.01}, {"name": "adam"}])
-    dimensions = make_dimensions(asked)
+    request = search(space=space, method=method, stop=stop, first=[{"lr": 0.01}, {"name": "adam"}])
+    dimensions = make_dimensions(request)
 
     def make() -> Method:
-        return make_method(asked, dimensions, seed=7, allowed=allows)
+        return make_method(request, dimensions, seed=7, allowed=allows)
 
     watched = Watched(make())
     trace = replay(watched, Recorded(dimensions), workers=3, budget_s=70)
@@ -256,14 +265,14 @@ def test_a_method_made_anew_answers_as_the_one_that_saw_it_all(method: str, stop
     for trial in trace.trials:
         check_inside(trial.params, dimensions)
         assert allows(trial.params)
-    for stand, move in watched.moves[::9]:
-        assert make().choose(stand) == move
-    for number, stand, judged in watched.judged[::9]:
-        assert make().judge(number, stand) == judged
+    for snapshot, move in watched.moves[::9]:
+        assert make().choose(snapshot) == move
+    for number, snapshot, judgement in watched.judgement[::9]:
+        assert make().judge(number, snapshot) == judgement
 
 
 def test_a_grid_tries_every_setting_once_and_then_ends() -> None:
-    asked = search(
+    request = search(
         space={
             "name": ["a", "b"],
             "x": "1 .. 3",
@@ -272,8 +281,8 @@ def test_a_grid_tries_every_setting_once_and_then_ends() -> None:
         },
         method="grid",
     )
-    dimensions = make_dimensions(asked)
-    method = make_method(asked, dimensions, seed=3)
+    dimensions = make_dimensions(request)
+    method = make_method(request, dimensions, seed=3)
     trials: list[Trial] = []
     while isinstance(move := method.choose(StudySnapshot(trials=trials, rungs=5)), StartTrial):
         assert move.until == 5
@@ -327,9 +336,9 @@ def test_an_endless_or_huge_grid_is_refused() -> None:
 
 
 def test_an_evolution_of_words_is_refused() -> None:
-    asked = search(space={"name": ["a", "b"]}, method="cmaes")
+    request = search(space={"name": ["a", "b"]}, method="cmaes")
     with pytest.raises(JobError, match="no field has a range that always exists"):
-        make_method(asked, make_dimensions(asked), seed=0)
+        make_method(request, make_dimensions(request), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +402,8 @@ def test_earlier_trials_are_learned_from_where_they_fit() -> None:
 
 
 def test_first_settings_bring_what_they_depend_on():
-    asked = search(method="random", stop="none", first=[{"nesterov": True, "momentum": 0.777}])
-    move = make_method(asked, make_dimensions(asked), seed=0).choose(StudySnapshot(trials=(), rungs=3))
+    request = search(method="random", stop="none", first=[{"nesterov": True, "momentum": 0.777}])
+    move = make_method(request, make_dimensions(request), seed=0).choose(StudySnapshot(trials=(), rungs=3))
     assert isinstance(move, StartTrial)
     assert (move.params["name"], move.params["momentum"]) == ("sgd", 0.777)
     assert move.params["nesterov"] is True
@@ -412,9 +421,9 @@ def test_beliefs_draw_settings_near_them_but_not_all() -> None:
 def test_several_objectives_fall_together() -> None:
     space = {"x": "0.0 .. 1.0", "y": "0.0 .. 1.0"}
     for name in ("tpe", "nsga2"):
-        asked = search(space=space, objectives=["loss", "cost"], method=name, trials=80)
-        dimensions = make_dimensions(asked)
-        method = make_method(asked, dimensions, seed=2, objectives=2)
+        request = search(space=space, objectives=["loss", "cost"], method=name, trials=80)
+        dimensions = make_dimensions(request)
+        method = make_method(request, dimensions, seed=2, objectives=2)
         trials: list[Trial] = []
         for number in range(80):
             move = method.choose(StudySnapshot(trials=trials, rungs=1, objectives=2))
@@ -448,12 +457,12 @@ def test_optuna_neither_speaks_nor_is_silenced(
 def test_missing_packages_are_named_with_the_way_to_get_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = search(method="tpe")
-    dimensions = make_dimensions(asked)
+    request = search(method="tpe")
+    dimensions = make_dimensions(request)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "yunlu.tuning.methods.optuna_samplers", None)
         with pytest.raises(MissingPartError) as caught:
-            make_method(asked, dimensions, seed=0)
+            make_method(request, dimensions, seed=0)
     assert str(caught.value) == (
         "The method tpe needs the package optuna, which is not installed.\n"
         '  → pip install "yunlu[tune]"'

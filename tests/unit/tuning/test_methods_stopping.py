@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.tuning.methods.samplers import SettingDraws, RandomSampler
-from yunlu.tuning.methods.stopping import SamplerWithStopping, SuccessiveHalving, MedianStopping, PatienceStopping, NoStopping
-from yunlu.tuning.replay import replay
+from yunlu.lab.tuning.replay import replay
+from yunlu.tuning.methods.samplers import RandomSampler, SettingDraws
+from yunlu.tuning.methods.stopping import (
+    MedianStopping,
+    NoStopping,
+    PatienceStopping,
+    SamplerWithStopping,
+    SuccessiveHalving,
+)
 from yunlu.tuning.values import (
-    StartTrial,
+    Continue,
     Dimension,
     EndStudy,
-    Continue,
     Judgement,
     Point,
+    StartTrial,
     StudySnapshot,
     Trial,
     TrialState,
@@ -49,7 +55,7 @@ def trial(
     )
 
 
-def stand(*trials: Trial, rungs: int = 27, **facts: Any) -> StudySnapshot:
+def snapshot(*trials: Trial, rungs: int = 27, **facts: Any) -> StudySnapshot:
     return StudySnapshot(trials=trials, rungs=rungs, **facts)
 
 
@@ -76,25 +82,25 @@ class Counted(SamplerWithStopping):
         self.eta = eta
         self.questions = 0
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        move = super().choose(stand)
-        self.check(stand, move.number if isinstance(move, Continue) else None)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        move = super().choose(snapshot)
+        self.check(snapshot, move.number if isinstance(move, Continue) else None)
         return move
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        judged = super().judge(number, stand)
-        goes_on = judged.verdict is Verdict.GO_ON and judged.until > stand.trials[number].rung
-        self.check(stand, number if goes_on else None)
-        return judged
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        judgement = super().judge(number, snapshot)
+        goes_on = judgement.verdict is Verdict.GO_ON and judgement.until > snapshot.trials[number].rung
+        self.check(snapshot, number if goes_on else None)
+        return judgement
 
-    def check(self, stand: StudySnapshot, rising: int | None) -> None:
+    def check(self, snapshot: StudySnapshot, rising: int | None) -> None:
         self.questions += 1
-        brackets = {self.halving.bracket_of(t.number, stand.rungs) for t in stand.trials}
+        brackets = {self.halving.bracket_of(t.number, snapshot.rungs) for t in snapshot.trials}
         for bracket in brackets:
             rivals = [
-                t for t in stand.trials if self.halving.bracket_of(t.number, stand.rungs) == bracket
+                t for t in snapshot.trials if self.halving.bracket_of(t.number, snapshot.rungs) == bracket
             ]
-            for rung in self.halving.stations(rivals[0].number, stand.rungs)[:-1]:
+            for rung in self.halving.milestones(rivals[0].number, snapshot.rungs)[:-1]:
                 came = sum(t.rung >= rung for t in rivals)
                 gone = sum(
                     t.rung > rung or t.until > rung or (t.number == rising and t.rung == rung)
@@ -118,7 +124,7 @@ def test_no_rung_ever_lets_more_than_one_in_eta_go_on(
     method = Counted(SuccessiveHalving(eta=eta, first=first, brackets=brackets), eta=eta, seed=seed)
     trace = replay(method, Curves(rungs), workers=workers, budget_s=100)
     assert method.questions
-    ladders = {trial.number: method.halving.stations(trial.number, rungs) for trial in trace.trials}
+    ladders = {trial.number: method.halving.milestones(trial.number, rungs) for trial in trace.trials}
     for each in trace.trials:
         assert each.until in ladders[each.number]
         if each.state is TrialState.HELD:
@@ -127,35 +133,35 @@ def test_no_rung_ever_lets_more_than_one_in_eta_go_on(
 
 def test_the_best_of_a_rung_goes_on_from_where_it_was_held() -> None:
     rule = SuccessiveHalving(eta=3)
-    assert rule.stations(0, 27) == [1, 3, 9, 27]
+    assert rule.milestones(0, 27) == [1, 3, 9, 27]
     assert rule.first_until(5, 27) == 1
     held = [trial(0, [3.0]), trial(1, [1.0]), trial(2, [2.0])]
-    assert rule.promote(stand(*held[:2])) is None
-    assert rule.promote(stand(*held)) == Continue(1, 3)
+    assert rule.promote(snapshot(*held[:2])) is None
+    assert rule.promote(snapshot(*held)) == Continue(1, 3)
     gone = [held[0], trial(1, [1.0], TrialState.RUNNING, until=3), held[2]]
-    assert rule.promote(stand(*gone)) is None
+    assert rule.promote(snapshot(*gone)) is None
     # The one that arrives as the best goes on at once, without being held.
     arriving = [*held[:2], trial(2, [0.5], TrialState.RUNNING)]
-    judged = rule.judge(arriving[2], stand(*arriving))
-    assert (judged.verdict, judged.until) == (Verdict.GO_ON, 3)
-    assert rule.judge(held[0], stand(*held)).verdict is Verdict.HOLD
+    judgement = rule.judge(arriving[2], snapshot(*arriving))
+    assert (judgement.verdict, judgement.until) == (Verdict.GO_ON, 3)
+    assert rule.judge(held[0], snapshot(*held)).verdict is Verdict.HOLD
     # Between two rungs it just goes on.
     between = trial(0, [3.0, 2.0], TrialState.RUNNING, until=3)
-    assert rule.judge(between, stand(between)) == Judgement(Verdict.GO_ON, until=3)
+    assert rule.judge(between, snapshot(between)) == Judgement(Verdict.GO_ON, until=3)
 
 
 def test_higher_rungs_are_served_first_and_failures_never_rise() -> None:
     rule = SuccessiveHalving(eta=2)
     high = [trial(n, [1.0, float(n)]) for n in range(2)]
     low = [trial(n, [0.5]) for n in range(2, 6)]
-    assert rule.promote(stand(*high, *low, rungs=8)) == Continue(0, 4)
+    assert rule.promote(snapshot(*high, *low, rungs=8)) == Continue(0, 4)
     failed = [
         trial(0, [0.0], TrialState.FAILED),
         trial(1, [1.0]),
         trial(2, [math.nan]),
         trial(3, [2.0]),
     ]
-    assert rule.promote(stand(*failed, rungs=8)) == Continue(1, 2)
+    assert rule.promote(snapshot(*failed, rungs=8)) == Continue(1, 2)
 
 
 def test_hyperbands_brackets_begin_later_and_take_fewer() -> None:
@@ -163,7 +169,7 @@ def test_hyperbands_brackets_begin_later_and_take_fewer() -> None:
     round_of = [rule.bracket_of(number, 27) for number in range(49)]
     assert Counter(round_of) == {0: 27, 1: 12, 2: 6, 3: 4}
     assert round_of == [rule.bracket_of(number, 27) for number in range(49, 98)]
-    assert [rule.stations(n, 27) for n in (0, 27, 39, 45)] == [
+    assert [rule.milestones(n, 27) for n in (0, 27, 39, 45)] == [
         [1, 3, 9, 27],
         [3, 9, 27],
         [9, 27],
@@ -174,25 +180,25 @@ def test_hyperbands_brackets_begin_later_and_take_fewer() -> None:
 def test_when_nothing_may_begin_the_best_held_one_is_finished() -> None:
     method = SamplerWithStopping(RandomSampler(SettingDraws(X), seed=0), SuccessiveHalving(eta=3))
     held = [trial(0, [3.0, 2.0, 2.0]), trial(1, [1.0]), trial(2, [2.0])]
-    assert method.choose(stand(*held, trials_left=0)) == Continue(0, 27)
+    assert method.choose(snapshot(*held, trials_left=0)) == Continue(0, 27)
     done = [trial(0, [1.0] * 27, TrialState.DONE), *held[1:]]
-    assert method.choose(stand(*done, trials_left=0)) == EndStudy("all 3 trials were made")
+    assert method.choose(snapshot(*done, trials_left=0)) == EndStudy("all 3 trials were made")
     running = [held[0], trial(1, [1.0], TrialState.RUNNING, until=3), held[2]]
-    assert method.choose(stand(*running, trials_left=0)) == WaitForResults()
-    assert method.choose(stand(*running, trials_left=1, seconds_left=0.0)) == EndStudy(
+    assert method.choose(snapshot(*running, trials_left=0)) == WaitForResults()
+    assert method.choose(snapshot(*running, trials_left=1, seconds_left=0.0)) == EndStudy(
         "the time is over"
     )
 
 
 def test_without_a_rule_every_trial_is_trained_whole() -> None:
     method = SamplerWithStopping(RandomSampler(SettingDraws(X), seed=0), NoStopping())
-    move = method.choose(stand(rungs=9))
+    move = method.choose(snapshot(rungs=9))
     assert isinstance(move, StartTrial)
     assert move.until == 9
     running = trial(0, [math.nan], TrialState.RUNNING, until=9)
-    assert method.judge(0, stand(running, rungs=9)) == Judgement(Verdict.GO_ON, until=9)
+    assert method.judge(0, snapshot(running, rungs=9)) == Judgement(Verdict.GO_ON, until=9)
     # Somebody held it (a stop, a full machine): it is not forgotten.
-    assert method.choose(stand(trial(0, [1.0]), rungs=9)) == Continue(0, 9)
+    assert method.choose(snapshot(trial(0, [1.0]), rungs=9)) == Continue(0, 9)
 
 
 def test_the_median_gives_up_who_is_worse_than_the_middle() -> None:
@@ -200,8 +206,8 @@ def test_the_median_gives_up_who_is_worse_than_the_middle() -> None:
     others = [trial(n, [float(n), float(n)], TrialState.DONE) for n in range(1, 4)]
 
     def verdict(*values: float) -> Verdict:
-        judged = trial(0, values, TrialState.RUNNING, until=9)
-        return rule.judge(judged, stand(judged, *others, rungs=9)).verdict
+        judgement = trial(0, values, TrialState.RUNNING, until=9)
+        return rule.judge(judgement, snapshot(judgement, *others, rungs=9)).verdict
 
     assert verdict(9.0) is Verdict.GO_ON  # before the first rung that counts
     assert verdict(9.0, 2.0) is Verdict.GO_ON
@@ -216,8 +222,8 @@ def test_patience_gives_up_who_no_longer_improves() -> None:
     rule = PatienceStopping(patience=2, min_delta=0.1)
 
     def verdict(*values: float) -> Verdict:
-        judged = trial(0, values, TrialState.RUNNING, until=9)
-        return rule.judge(judged, stand(judged, rungs=9)).verdict
+        judgement = trial(0, values, TrialState.RUNNING, until=9)
+        return rule.judge(judgement, snapshot(judgement, rungs=9)).verdict
 
     assert verdict(3.0, 2.0, 1.95) is Verdict.GO_ON
     assert verdict(3.0, 2.0, 1.95, 1.91) is Verdict.PRUNE

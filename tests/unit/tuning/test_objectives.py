@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tuning.test_records import make_records
-from yunlu.tuning.study_runner.objectives import find_values, check_failures
-from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
 from yunlu.tuning.setup import ask_study
 from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.study_runner.objectives import check_failures, find_values
+from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
 from yunlu.tuning.values import TrialState
 
 
 def test_who_names_an_objective_wrongly_is_told_of_cost_and_seconds_too() -> None:
-    asked = ask_study(
+    request = ask_study(
         name="some", dimensions=(), metrics=("loss", "dollars"),
         directions=("minimize", "minimize"), rungs=9,
     )  # fmt: skip
     found = RungScore(rung=1, step=1, metrics={"loss": 0.5}, at=1.0, device_seconds=2.0)
     with pytest.raises(StudyError, match="dollars is never reported") as refused:
-        find_values(asked, TrialEvents(), found, dollars=0.1)
+        find_values(request, TrialEvents(), found, dollars=0.1)
     assert refused.value.hint == "known: cost, loss, parameters, seconds"
-    asked = asked.model_copy(update={"metrics": ("loss", "cost")})
-    assert find_values(asked, TrialEvents(), found, dollars=0.1) == (0.5, 0.1)
+    request = request.model_copy(update={"metrics": ("loss", "cost")})
+    assert find_values(request, TrialEvents(), found, dollars=0.1) == (0.5, 0.1)
 
 
 def test_the_error_that_is_shown_is_that_of_the_run_that_is_named() -> None:

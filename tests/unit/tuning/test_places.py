@@ -20,10 +20,10 @@ from yunlu.scheduler.allocation_record import AllocationRecord, write_allocation
 from yunlu.scheduler.pool_store import PoolStore
 from yunlu.scheduler.queue import QueueEntry, read_entry, scan
 from yunlu.spec.job import Job
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
-from yunlu.tuning.study_runner.slots import LocalSlots, Slots, PoolSlots, find_slots
 from yunlu.tuning.setup import create_study, make_method_of
+from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_runner.slots import LocalSlots, PoolSlots, Slots, find_slots
+from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
 from yunlu.tuning.values import Point, Trial, TrialState
 
 
@@ -45,9 +45,9 @@ def test_a_submitted_trial_waits_for_its_start(own_home: Path) -> None:
 
 
 def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
-    places: Slots = PoolSlots(priority=5, team="vision")
-    run = places.submit(make_job())
-    places.start(run, 2, promise=0.9)
+    slots: Slots = PoolSlots(priority=5, team="vision")
+    run = slots.submit(make_job())
+    slots.start(run, 2, promise=0.9)
     entry = entry_of(run)
     assert (entry.request.least, entry.request.most, entry.wish) == (1, 2, "run")
     assert (entry.priority, entry.team) == (5, "vision")
@@ -55,43 +55,43 @@ def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
     worker = recorded_worker(run)
     assert worker is not None
     assert worker.host == "(queue)"  # our death is not the trial's
-    assert places.held(run) == 0
+    assert slots.held(run) == 0
 
 
 def test_who_promises_less_goes_later_but_never_before_others() -> None:
-    places = PoolSlots(priority=5)
-    run = places.submit(make_job())
-    places.start(run, 1, promise=0.1)
+    slots = PoolSlots(priority=5)
+    run = slots.submit(make_job())
+    slots.start(run, 1, promise=0.1)
     assert entry_of(run).priority == 4
-    assert places.resize(run, 4, promise=1.0)
+    assert slots.resize(run, 4, promise=1.0)
     assert (entry_of(run).priority, entry_of(run).request.most) == (5, 4)
 
 
 def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:
-    places = PoolSlots()
-    run = places.submit(make_job())
-    places.start(run, 1)
-    places.let_go(run, for_good=False)
+    slots = PoolSlots()
+    run = slots.submit(make_job())
+    slots.start(run, 1)
+    slots.release(run, for_good=False)
     assert entry_of(run).wish == "pause"
-    assert not places.resize(run, 2)
+    assert not slots.resize(run, 2)
     before = entry_of(run).ticket
-    places.start(run, 3)
+    slots.start(run, 3)
     entry = entry_of(run)
     assert (entry.wish, entry.request.most, entry.ticket) == ("run", 3, before + 1)
-    places.let_go(run, for_good=True)
+    slots.release(run, for_good=True)
     assert entry_of(run).wish == "stop"
 
 
 def test_letting_go_of_what_was_never_queued_is_no_error() -> None:
-    places = PoolSlots()
-    places.let_go(places.submit(make_job()), for_good=True)
+    slots = PoolSlots()
+    slots.release(slots.submit(make_job()), for_good=True)
 
 
 def test_the_pool_says_what_a_trial_holds() -> None:
-    places = PoolSlots()
-    run = places.submit(make_job())
+    slots = PoolSlots()
+    run = slots.submit(make_job())
     write_allocation(run, AllocationRecord(shares=(("a", 2), ("b", 1))))
-    assert places.held(run) == 3
+    assert slots.held(run) == 3
 
 
 def test_the_pool_has_as_many_devices_as_it_shows(own_home: Path) -> None:
@@ -104,25 +104,25 @@ def test_the_pool_has_as_many_devices_as_it_shows(own_home: Path) -> None:
 
 
 def test_a_layout_that_is_cut_gets_whole_replicas() -> None:
-    places = PoolSlots()
-    run = places.submit(make_job(layout={"tp": 2}))
-    places.start(run, 4)
+    slots = PoolSlots()
+    run = slots.submit(make_job(layout={"tp": 2}))
+    slots.start(run, 4)
     assert entry_of(run).request.multiple == 2
-    assert places.resize(run, 3)
+    assert slots.resize(run, 3)
     assert entry_of(run).request.most == 2
 
 
 def test_without_a_pool_it_is_this_machine() -> None:
-    places = find_slots(devices=3)
-    assert isinstance(places, LocalSlots)
-    assert places.devices == 3
+    slots = find_slots(devices=3)
+    assert isinstance(slots, LocalSlots)
+    assert slots.devices == 3
 
 
 def test_a_trial_that_does_not_run_holds_nothing_and_cannot_be_resized() -> None:
-    places = LocalSlots(2)
-    run = places.submit(make_job())
-    assert places.held(run) == 0
-    assert not places.resize(run, 2)
+    slots = LocalSlots(2)
+    run = slots.submit(make_job())
+    assert slots.held(run) == 0
+    assert not slots.resize(run, 2)
 
 
 def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
@@ -144,21 +144,21 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
                     "compute_s": step_s,
                 }
                 metrics.write(json.dumps(line) + "\n")
-    paces = TrialSpeeds(rungs=9)
+    speeds = TrialSpeeds(rungs=9)
     new = Trial(number=1, params={}, state=TrialState.WAITING, until=1)
-    before_s = paces.claim(new, held=0).work_s
-    paces.look([(0, run)])
+    before_s = speeds.claim(new, held=0).work_s
+    speeds.observe([(0, run)])
     points = tuple(Point(rung, (1.0,), 10.0) for rung in (1, 2))
     seen = Trial(number=0, params={}, state=TrialState.RUNNING, points=points, until=3)
-    claim = paces.claim(seen, held=2, promise=0.8)
+    claim = speeds.claim(seen, held=2, promise=0.8)
     assert claim.work_s == pytest.approx(10.0, rel=0.15)  # one rung of ten steps of about a second
     assert claim.beyond_s == pytest.approx(0.8 * 60.0, rel=0.15)
-    assert claim.resize_s > paces.start_s  # with no executor: it would be started again
+    assert claim.resize_s > speeds.start_s  # with no executor: it would be started again
     record, _ = LeaseRecord(address="local").grant("here", 2, is_lead=True)
     write_record(run, record)
-    assert paces.claim(seen, held=2).resize_s == 3.0
+    assert speeds.claim(seen, held=2).resize_s == 3.0
     assert 0.7 < claim.power < 0.95  # 1.67 times as fast on two
-    assert paces.claim(new, held=0).work_s != before_s  # as long as the others
+    assert speeds.claim(new, held=0).work_s != before_s  # as long as the others
 
 
 class Shares:
@@ -189,11 +189,11 @@ def test_a_short_way_is_not_worth_the_start_of_several_workers(
     told, fresh = (records.begin({"train.optimizer.lr": rate}, until=1) for rate in (0.1, 0.2))
     records.add_point(told, Point(1, (0.5,), 1.0), at=0.0)
     records.end(told, TrialState.DONE)
-    places: Any = Shares()
-    hosting = SlotAllocation(records, make_method_of(records.asked), places, elastic=elastic)
-    hosting._paces.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
+    slots: Any = Shares()
+    allocation = SlotAllocation(records, make_method_of(records.request), slots, elastic=elastic)
+    allocation._speeds.start_s = start_s  # pyright: ignore[reportPrivateUsage] (measured otherwise)
     run = lifecycle.submit(job)
-    hosting.enqueue(fresh, run)
-    hosting.share([])
-    assert [number for number, _ in hosting.start_queued([])] == [fresh]
-    assert places.started == [devices]
+    allocation.enqueue(fresh, run)
+    allocation.rebalance([])
+    assert [number for number, _ in allocation.start_queued([])] == [fresh]
+    assert slots.started == [devices]

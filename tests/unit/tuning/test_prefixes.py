@@ -7,17 +7,22 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.integration.toy_study import ToyPlaces, toy_job
+from tests.integration.toy_study import ToySlots, toy_job
 from tests.sample_events import sample, sample_plan
 from yunlu.planning.schedule import rate
 from yunlu.runs.events import CheckpointSaved, DataOpened, Evaluated, PlanMade
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
-from yunlu.tuning.study_runner.shared_prefix import find_length, can_share_prefix, shared_rung, shared_steps
-from yunlu.tuning.study_runner.trial_start import TrialStarter
-from yunlu.tuning.study_runner.trial_events import TrialEvents
 from yunlu.tuning.setup import create_study
+from yunlu.tuning.study_runner.shared_prefix import (
+    can_share_prefix,
+    find_length,
+    shared_rung,
+    shared_steps,
+)
+from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.study_runner.trial_start import TrialStarter
 from yunlu.tuning.values import Dimension
 
 SAMPLES, BATCH = 640, 32
@@ -106,20 +111,20 @@ def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> 
     steps = {1: 10, 2: 20, 3: 30, 4: 40, 5: 45}
 
     def make_story(*saved: int, every: int = 10) -> TrialEvents:
-        story = TrialEvents()
-        story.take(sample(DataOpened, train=SAMPLES))
-        story.take(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
+        events = TrialEvents()
+        events.take(sample(DataOpened, train=SAMPLES))
+        events.take(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
         for rung, step in steps.items():
-            story.take(sample(Evaluated, rung=rung, step=step))
+            events.take(sample(Evaluated, rung=rung, step=step))
         for step in saved:
-            story.take(sample(CheckpointSaved, step=step, path="a"))
-        return story
+            events.take(sample(CheckpointSaved, step=step, path="a"))
+        return events
 
-    story = make_story(10, 20, 45)
-    assert story.plan is not None
-    assert shared_steps(one, other, samples=SAMPLES, plan=story.plan) == 23
-    assert shared_rung(one, other, story) == 2
-    assert shared_rung(one, one, story) == 2  # the last one was only made because it ended there
+    events = make_story(10, 20, 45)
+    assert events.plan is not None
+    assert shared_steps(one, other, samples=SAMPLES, plan=events.plan) == 23
+    assert shared_rung(one, other, events) == 2
+    assert shared_rung(one, one, events) == 2  # the last one was only made because it ended there
     assert shared_rung(one, other, make_story(10, 45)) == 1
     assert shared_rung(one, other, make_story(10, 20, 45, every=0)) == 0
 
@@ -140,8 +145,8 @@ def test_a_space_shares_where_something_acts_late_and_the_rest_can_agree() -> No
 def test_a_trial_that_others_may_go_on_from_keeps_a_checkpoint_of_each_rung() -> None:
     space = {"train.epochs": [2, 6], "train.optimizer.lr": [0.1, 0.2]}
     records = create_study(toy_job(space=space, method="grid"), name="long")
-    assert records.asked.rungs == 6
+    assert records.request.rungs == 6
     number = records.begin({"train.epochs": 6, "train.optimizer.lr": 0.1}, until=6)
-    run = TrialStarter(records, ToyPlaces()).make_run(number)
+    run = TrialStarter(records, ToySlots()).make_run(number)
     job = Job.model_validate_json((run.path / Document.JOB).read_bytes())
     assert job.train.checkpoint.keep_last >= 6

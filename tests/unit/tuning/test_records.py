@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from yunlu.cli.main import main
 from yunlu.tuning import records as records_module
-from yunlu.tuning.setup import ask_study
 from yunlu.tuning.records import Records, create_records, open_study
+from yunlu.tuning.setup import ask_study
 from yunlu.tuning.study_dir import (
     StudyDir,
     StudyError,
@@ -55,8 +55,8 @@ def make_records(
 ) -> Records:
     directions = tuple("maximize" if metric == "accuracy" else "minimize" for metric in metrics)
     fields: dict[str, Any] = {"metrics": metrics, "directions": directions, "rungs": 9, **more}
-    asked = ask_study(name=name, dimensions=DIMENSIONS, **fields)
-    return create_records(StudyDir(studies_home() / name), asked)
+    request = ask_study(name=name, dimensions=DIMENSIONS, **fields)
+    return create_records(StudyDir(studies_home() / name), request)
 
 
 def same(one: Trial, other: Trial) -> bool:
@@ -189,10 +189,10 @@ def test_a_conductor_that_vanished_leaves_a_stopped_study() -> None:
     records = make_records()
     status = records.dir.read_status()
     assert status.state == "stopped"
-    with records.dir.conducting():
+    with records.dir.locked_by_runner():
         records.dir.write_status(status.model_copy(update={"state": "running"}))
         assert read_view("some").state == "running"
-        with pytest.raises(StudyError, match="another process"), records.dir.conducting():
+        with pytest.raises(StudyError, match="another process"), records.dir.locked_by_runner():
             pass
     assert read_view("some").state == "stopped"
 

@@ -17,8 +17,8 @@ def test_without_a_price_the_cost_is_the_time_of_devices(
 ) -> None:
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", price)
     job = toy_job(metric="auto", objectives=["loss", "cost"], method="tpe")
-    asked = prepare_study(job, name="front")
-    assert (asked.metrics, asked.directions) == (metrics, ("minimize", "minimize"))
+    request = prepare_study(job, name="front")
+    assert (request.metrics, request.directions) == (metrics, ("minimize", "minimize"))
 
 
 def test_a_population_needs_trials_for_its_copies() -> None:

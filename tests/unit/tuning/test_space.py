@@ -17,14 +17,14 @@ from yunlu.spec.problems import InvalidJobError
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.space import (
     SettingCheck,
+    apply_params,
     count_settings,
+    drop_absent,
     find_dimensions,
     is_allowed,
     key_of,
-    apply_params,
     list_values,
     make_dimensions,
-    drop_absent,
 )
 from yunlu.tuning.values import Dimension
 

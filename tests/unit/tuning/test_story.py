@@ -19,51 +19,51 @@ from yunlu.runs.states import RunState
 from yunlu.tuning.study_runner.trial_events import TrialEvents
 
 
-def tell(story: TrialEvents, at: float, kind: type[RunEvent], **data: Any) -> None:
-    story.take(sample(kind, at=at, **data))
+def tell(events: TrialEvents, at: float, kind: type[RunEvent], **data: Any) -> None:
+    events.take(sample(kind, at=at, **data))
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:
-    story = TrialEvents(devices=3)  # as many as it has now: other lives had others
-    assert story.device_seconds(100.0) == 0
-    tell(story, 10.0, AttemptStarted, began_at=8.0, devices=2)
-    assert story.device_seconds(10.0) == 4
-    tell(story, 12.0, WorkerGroupFormed, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
-    tell(story, 15.0, StateChanged, state="stopped", reason="held at rung 1")
-    assert story.device_seconds(1e9) == 8 + 12
-    assert (story.state, story.reason) == (RunState.STOPPED, "held at rung 1")
-    tell(story, 50.0, StateChanged, state="pending")
-    tell(story, 60.0, AttemptStarted, began_at=60.0)
-    assert story.reason == ""
-    assert story.device_seconds(65.0) == 25
-    assert len(story.view.attempts) == 2
+    events = TrialEvents(devices=3)  # as many as it has now: other lives had others
+    assert events.device_seconds(100.0) == 0
+    tell(events, 10.0, AttemptStarted, began_at=8.0, devices=2)
+    assert events.device_seconds(10.0) == 4
+    tell(events, 12.0, WorkerGroupFormed, ranks=[{}, {}, {}, {}])  # 4 s on two, then four
+    tell(events, 15.0, StateChanged, state="stopped", reason="held at rung 1")
+    assert events.device_seconds(1e9) == 8 + 12
+    assert (events.state, events.reason) == (RunState.STOPPED, "held at rung 1")
+    tell(events, 50.0, StateChanged, state="pending")
+    tell(events, 60.0, AttemptStarted, began_at=60.0)
+    assert events.reason == ""
+    assert events.device_seconds(65.0) == 25
+    assert len(events.view.attempts) == 2
 
 
 def test_one_that_was_stopped_before_it_lived_says_so() -> None:
-    story = TrialEvents()
-    tell(story, 0.0, StateChanged, state="pending")
-    tell(story, 1.0, StateChanged, state="stopped", reason="the worker was ended by SIGTERM")
-    assert (story.reason, story.device_seconds(9.0)) == ("it had just been started", 0.0)
+    events = TrialEvents()
+    tell(events, 0.0, StateChanged, state="pending")
+    tell(events, 1.0, StateChanged, state="stopped", reason="the worker was ended by SIGTERM")
+    assert (events.reason, events.device_seconds(9.0)) == ("it had just been started", 0.0)
 
 
 def test_nobody_pays_for_the_night_after_a_kill() -> None:
-    story = TrialEvents()
-    tell(story, 10.0, AttemptStarted, began_at=10.0)
-    tell(story, 30_000.0, StateChanged, state="lost", reason="vanished", seen_at=25.0)
-    assert story.device_seconds(40_000.0) == 15
+    events = TrialEvents()
+    tell(events, 10.0, AttemptStarted, began_at=10.0)
+    tell(events, 30_000.0, StateChanged, state="lost", reason="vanished", seen_at=25.0)
+    assert events.device_seconds(40_000.0) == 15
 
 
 def test_evaluations_are_counted_by_rung_and_made_again_once() -> None:
-    story = TrialEvents()
-    tell(story, 0.0, AttemptStarted, began_at=0.0)
-    tell(story, 1.0, PlanMade, steps=45, evaluate_every=10)
-    assert story.rungs == 5
+    events = TrialEvents()
+    tell(events, 0.0, AttemptStarted, began_at=0.0)
+    tell(events, 1.0, PlanMade, steps=45, evaluate_every=10)
+    assert events.rungs == 5
     about = {"split": "validation", "metrics": {"accuracy": 0.5}, "loss": 0.7}
     for at, rung in ((2.0, 1), (4.0, 2), (6.0, 2)):
-        tell(story, at, Evaluated, rung=rung, step=10 * rung, **about)
-    tell(story, 7.0, Evaluated, **(about | {"split": "test", "step": 45}))
-    assert [*story.evaluated] == [1, 2]
-    assert story.step_of(2) == 20
-    assert story.step_of(3) is None
-    assert story.evaluated[1].metrics == {"loss": 0.7, "accuracy": 0.5}
-    assert story.evaluated[1].device_seconds == pytest.approx(2.0)
+        tell(events, at, Evaluated, rung=rung, step=10 * rung, **about)
+    tell(events, 7.0, Evaluated, **(about | {"split": "test", "step": 45}))
+    assert [*events.evaluated] == [1, 2]
+    assert events.step_of(2) == 20
+    assert events.step_of(3) is None
+    assert events.evaluated[1].metrics == {"loss": 0.7, "accuracy": 0.5}
+    assert events.evaluated[1].device_seconds == pytest.approx(2.0)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from yunlu.tuning.study import Study
-from yunlu.tuning.study_dir import StudyRequest, StudyError
+from yunlu.tuning.study_dir import StudyError, StudyRequest
 from yunlu.tuning.values import Point, TrialState
 from yunlu.tuning.warm_start import read_past
 
@@ -18,7 +18,7 @@ LR = "train.optimizer.lr"
 
 
 def asked_of(name: str, **search: Any) -> StudyRequest:
-    return Study(toy_job(**search), name=name).records.asked
+    return Study(toy_job(**search), name=name).records.request
 
 
 def test_held_trials_tell_as_much_as_given_up_ones() -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from yunlu.lab.simulation.contestants import Contestant
 from yunlu.lab.simulation.mixed import BELIEVED_RESTART_S, load_knowledge
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
+from yunlu.lab.simulation.sia import Sia
 from yunlu.scheduler.policy.mixed_speed import MixedFitter
 from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
-from yunlu.scheduler.policy.sia import Sia
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

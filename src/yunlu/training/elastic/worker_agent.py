@@ -45,7 +45,7 @@ from yunlu.training.elastic.messages import (
     as_failure,
 )
 from yunlu.training.elastic.sockets import interface_of, open_store, shut_since
-from yunlu.training.parallel.sockets import Socket, open_sockets, tells_of_loss
+from yunlu.training.parallel.sockets import Socket, open_sockets, is_connection_error
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class WorkerAgent:
         """Whether an error only reports the loss of a peer and is not this worker's own fault."""
         if isinstance(error, HaltedError) or self.is_halted:
             return True
-        return tells_of_loss(error)
+        return is_connection_error(error)
 
     def report_paused(
         self, step: int, *, live: bool, replicas: Sequence[HeldState] = (), detail: str = ""

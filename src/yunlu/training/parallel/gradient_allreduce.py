@@ -96,7 +96,9 @@ class GradientAllReduce:
         self._local_squares: list[Tensor] = []
         self._sum_squares: list[Tensor] = []
         self._hooks = [
-            slot.weight.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket, slot))
+            slot.weight.register_post_accumulate_grad_hook(
+                partial(self._gradient_ready, bucket, slot)
+            )
             for bucket in self._buckets
             for slot in bucket.slots
         ]

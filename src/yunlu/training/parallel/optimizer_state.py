@@ -90,7 +90,9 @@ def empty_optimizer_shards(
             for name in by_weight.get(weight.name, ()):
                 spec = specs[name]
                 region = weight.region if spec.shape == weight.shape else full_slice(spec.shape)
-                tensor = torch.empty(region.size, dtype=spec.dtype, device=_device(name, leaf, group))
+                tensor = torch.empty(
+                    region.size, dtype=spec.dtype, device=_device(name, leaf, group)
+                )
                 targets[name] = TensorShard(name, spec.shape, region, tensor)
     return targets
 

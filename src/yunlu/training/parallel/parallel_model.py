@@ -134,10 +134,15 @@ class ParallelModel:
 
     def gradient_squares(self) -> tuple[Tensor, ...]:
         """See ``WrappedModel``; only for exact reductions of unsharded gradients."""
-        if not all(allreduce.is_exact for allreduce in self._allreduces.values()) or not self._allreduces:
+        if (
+            not all(allreduce.is_exact for allreduce in self._allreduces.values())
+            or not self._allreduces
+        ):
             return ()
         layout = self.world.layout
-        local, summed = zip(*(allreduce.squares() for allreduce in self._allreduces.values()), strict=True)
+        local, summed = zip(
+            *(allreduce.squares() for allreduce in self._allreduces.values()), strict=True
+        )
         square, device = torch.stack(summed).sum() / layout.dp, summed[0].device
         # Workers of one replica process the same samples.
         taken = self._samples**2 * layout.replicas / layout.world

@@ -186,13 +186,17 @@ class Pipeline:
             received.requires_grad_()
         if stage == self._last:
             assert self._exit is not None
-            return _Activation(received=received, output=loss_of(self._exit.at(batch, received), batch))
+            return _Activation(
+                received=received, output=loss_of(self._exit.at(batch, received), batch)
+            )
         output = self.stages[stage](batch.inputs, received)
         self._send(stage + 1, micro, output)
         # Receive posted early, so that the sender of the gradient never waits for this rank.
         buffer = torch.empty_like(output, memory_format=torch.contiguous_format).detach()
         peer, tag = self._peer(stage + 1), self._tag(_GRADIENT, stage + 1, micro)
-        return _Activation(received=received, output=output, wait=self._transport.expect(buffer, peer, tag))
+        return _Activation(
+            received=received, output=output, wait=self._transport.expect(buffer, peer, tag)
+        )
 
     def _backward(
         self, stage: int, micro: int, activation: _Activation, backward: Callable[[Tensor], None]

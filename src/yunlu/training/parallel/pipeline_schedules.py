@@ -86,10 +86,22 @@ def _interleaved(ranks: int, stages_per_rank: int, micros: int) -> tuple[tuple[A
     queues_by_rank = [_make_queue(rank, ranks, stages_per_rank, micros) for rank in range(ranks)]
     done: set[Action] = set()
     while any(rank_queue.backwards for rank_queue in queues_by_rank):
-        tick = [queue for rank_queue in queues_by_rank if (queue := _ready(rank_queue, done, stages)) is not None]
+        tick = [
+            queue
+            for rank_queue in queues_by_rank
+            if (queue := _ready(rank_queue, done, stages)) is not None
+        ]
         if not tick:  # limits block all ranks: allow one more forward on the first rank that can
-            tick = [rank_queue.forwards for rank_queue in queues_by_rank if _can_run(rank_queue.forwards, done, stages)][:1]
-        owner = {id(queue): rank_queue for rank_queue in queues_by_rank for queue in (rank_queue.forwards, rank_queue.backwards)}
+            tick = [
+                rank_queue.forwards
+                for rank_queue in queues_by_rank
+                if _can_run(rank_queue.forwards, done, stages)
+            ][:1]
+        owner = {
+            id(queue): rank_queue
+            for rank_queue in queues_by_rank
+            for queue in (rank_queue.forwards, rank_queue.backwards)
+        }
         done.update([owner[id(queue)].take(queue) for queue in tick])
     return tuple(tuple(rank_queue.order) for rank_queue in queues_by_rank)
 

@@ -178,7 +178,9 @@ def _find(model: nn.Module) -> _Structure | str:
     others = [other for other in stacks if other != path]
     for other in others:
         if sizes[other] > _SECOND_STACK * sizes[path]:
-            return f"it has several stacks of layers ({other} and {path}), and only one can be split"
+            return (
+                f"it has several stacks of layers ({other} and {path}), and only one can be split"
+            )
     before, after = _surroundings(model, path)
     lent: list[str] = [*getattr(model, "lent_weights", ())]
     for first, other in _tied(model):
@@ -291,12 +293,16 @@ def _make_stage(
     model: nn.Module, structure: _Structure, own_layers: range, number: int, count: int
 ) -> PipelineStage:
     kind = type(model)
-    stage_input = _StageInput(forgets_cache="use_cache" in inspect.signature(kind.forward).parameters)
+    stage_input = _StageInput(
+        forgets_cache="use_cache" in inspect.signature(kind.forward).parameters
+    )
     root = _copy_along(model, structure.path)
     stack = root.get_submodule(structure.path)
     for index, name in enumerate(list(dict(stack.named_children()))):
         if index not in own_layers:
-            stack.register_module(name, _Placeholder(stage_input) if index < own_layers.start else _End())
+            stack.register_module(
+                name, _Placeholder(stage_input) if index < own_layers.start else _End()
+            )
     is_last = number == count - 1
     if number:
         for path in structure.before:
@@ -333,7 +339,9 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
     root.get_submodule(parent).register_module(name, module)
 
 
-def _make_placeholder(model: nn.Module, path: str, lent: Sequence[str], stage_input: _StageInput) -> nn.Module:
+def _make_placeholder(
+    model: nn.Module, path: str, lent: Sequence[str], stage_input: _StageInput
+) -> nn.Module:
     """Placeholder on a later stage for a module before the layers; with its shared weights."""
     original = model.get_submodule(path)
     if isinstance(original, Embedding):

@@ -85,7 +85,9 @@ class StageTransport:
         """Start receiving a tensor of known shape."""
         if source == self._rank:
             return LocalReceive(self._local, tag)
-        return PendingReceive(buffer, dist.irecv(buffer, group=self._group, group_src=source, tag=tag))
+        return PendingReceive(
+            buffer, dist.irecv(buffer, group=self._group, group_src=source, tag=tag)
+        )
 
     def listen(self, messages: Sequence[StageMessage]) -> None:
         """Start receiving tensors of any shape; ``take`` returns them."""
@@ -120,7 +122,9 @@ class StageTransport:
             return tensor
         header = empty_header() if tensor is None else write_header(tensor)
         dist.broadcast(header, group=self._group, group_src=source)
-        buffer = _make_buffer(header, self._device) if tensor is None else tensor.detach().contiguous()
+        buffer = (
+            _make_buffer(header, self._device) if tensor is None else tensor.detach().contiguous()
+        )
         dist.broadcast(buffer, group=self._group, group_src=source)
         return buffer
 

@@ -128,10 +128,16 @@ def plan_transfers(
                 holders[part.name], key=lambda one: (one[0] != rank, sent_bytes[one[0]], one[:2])
             )
             for source, stored, source_shard in candidates:
-                taken = [common for region in left if not (common := region.intersect(source_shard.region)).is_empty]
+                taken = [
+                    common
+                    for region in left
+                    if not (common := region.intersect(source_shard.region)).is_empty
+                ]
                 left = [rest for region in left for rest in region.subtract(source_shard.region)]
                 for region in _split(taken, source_shard.dtype.itemsize, limit_bytes):
-                    transfer = Transfer(source, rank, part.name, region, stored, index, source_shard.dtype)
+                    transfer = Transfer(
+                        source, rank, part.name, region, stored, index, source_shard.dtype
+                    )
                     sent_bytes[source] += transfer.nbytes if source != rank else 0
                     transfers.append(transfer)
                 if not left:
@@ -280,7 +286,9 @@ def _copy_local(giving: list[TensorShard], taking: list[TensorShard], transfer: 
     )
 
 
-def _split(regions: Iterable[TensorSlice], itemsize: int, limit_bytes: int) -> Iterable[TensorSlice]:
+def _split(
+    regions: Iterable[TensorSlice], itemsize: int, limit_bytes: int
+) -> Iterable[TensorSlice]:
     """Halve regions until each fits a message."""
     for region in regions:
         if region.volume * itemsize <= max(limit_bytes, itemsize):

@@ -90,7 +90,9 @@ def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
     if module.track_running_stats:
         _track(module, mean, variance * (count / (count - 1)))
     kind = torch.promote_types(values.dtype, torch.float32)
-    statistics = _GroupStatistics(mean.to(kind), variance.to(kind), module.eps, count, local_count > 0, all_reduce)
+    statistics = _GroupStatistics(
+        mean.to(kind), variance.to(kind), module.eps, count, local_count > 0, all_reduce
+    )
     return cast("Tensor", _Normalise.apply(values, module.weight, module.bias, statistics))
 
 
@@ -148,12 +150,22 @@ class _Normalise(Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: _GroupStatistics
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: _GroupStatistics,
     ) -> Tensor:
         ctx.save_for_backward(values, weight)
         ctx.statistics = statistics
         return functional.batch_norm(
-            values, statistics.mean, statistics.variance, weight, bias, training=False, eps=statistics.eps
+            values,
+            statistics.mean,
+            statistics.variance,
+            weight,
+            bias,
+            training=False,
+            eps=statistics.eps,
         )
 
     @staticmethod

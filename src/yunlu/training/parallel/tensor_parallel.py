@@ -52,7 +52,12 @@ from yunlu.training.parallel.tensor_parallel_plans import (
     why_not_tensor,
     why_not_vocabulary,
 )
-from yunlu.training.parallel.vocab_parallel import ShardedLoss, HeadInput, LogitsHandling, make_plain
+from yunlu.training.parallel.vocab_parallel import (
+    HeadInput,
+    LogitsHandling,
+    ShardedLoss,
+    make_plain,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -169,7 +174,10 @@ class ShardedDropout(nn.Dropout):
     def _draw(self, local: Tensor, replicated: torch.Size, axis: int) -> Tensor:
         keep = 1 - self.p
         drawn = local.new_empty(replicated).bernoulli_(keep).div_(keep)
-        first = min(-(-replicated[axis] // self._mesh.size()) * self._mesh.get_local_rank(), replicated[axis])
+        first = min(
+            -(-replicated[axis] // self._mesh.size()) * self._mesh.get_local_rank(),
+            replicated[axis],
+        )
         return drawn.narrow(axis, first, local.shape[axis])
 
 
@@ -207,7 +215,9 @@ def _connect_transformer(
         x, *memory = args
         replicated = _replicate(x, mesh)
         # Once for query, key and value: their gradients are summed before they are reduced.
-        return replicated, *(replicated if other is x else _replicate(other, mesh) for other in memory)
+        return replicated, *(
+            replicated if other is x else _replicate(other, mesh) for other in memory
+        )
 
     def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _shard_sequence(args[0], mesh), *args[1:]

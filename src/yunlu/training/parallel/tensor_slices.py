@@ -224,7 +224,9 @@ def _sharding_order(name: str, tensor: DTensor) -> list[int]:
         after = [other for other in plain if other > axis and _sharded_dim(tensor, other) == dim]
         ways = prod(tensor.device_mesh.size(other) for other in after)
         if ways != cast("Any", tensor.placements[axis]).split_factor or len(strided) > 1:
-            raise CheckpointError(f"{name} is sharded as {tensor.placements}, which is not one rectangular slice.")
+            raise CheckpointError(
+                f"{name} is sharded as {tensor.placements}, which is not one rectangular slice."
+            )
     return [*plain, *strided]
 
 

@@ -71,7 +71,9 @@ class HeadInput(Tensor):
             if func is functional.linear and isinstance(args[1], DTensor):
                 x: HeadInput = args[0]
                 plain = x.as_subclass(Tensor)
-                replicated = DTensor.from_local(plain, x.scores.mesh, [Replicate()], run_check=False)
+                replicated = DTensor.from_local(
+                    plain, x.scores.mesh, [Replicate()], run_check=False
+                )
                 return x.scores.convert(func(replicated, *args[1:], **(kwargs or {})))
             return func(*args, **(kwargs or {}))
 

@@ -9,9 +9,21 @@ from yunlu.core.errors import JobError, missing_part
 from yunlu.spec.search import encode_value
 from yunlu.tuning.methods.grid import GridSampler
 from yunlu.tuning.methods.population import PopulationBasedTraining
-from yunlu.tuning.methods.samplers import CmaEsSampler, SettingDraws, RandomSampler, SobolSampler, mix_seed
-from yunlu.tuning.methods.stopping import SamplerWithStopping, SuccessiveHalving, MedianStopping, PatienceStopping, NoStopping
-from yunlu.tuning.values import StartTrial, EndStudy
+from yunlu.tuning.methods.samplers import (
+    CmaEsSampler,
+    RandomSampler,
+    SettingDraws,
+    SobolSampler,
+    mix_seed,
+)
+from yunlu.tuning.methods.stopping import (
+    MedianStopping,
+    NoStopping,
+    PatienceStopping,
+    SamplerWithStopping,
+    SuccessiveHalving,
+)
+from yunlu.tuning.values import EndStudy, StartTrial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +31,15 @@ if TYPE_CHECKING:
     from yunlu.spec.search import SearchSpec, StopSpec
     from yunlu.tuning.methods.samplers import Sampler
     from yunlu.tuning.methods.stopping import Stopping
-    from yunlu.tuning.values import Dimension, Judgement, Method, Action, Params, StudySnapshot, Trial
+    from yunlu.tuning.values import (
+        Action,
+        Dimension,
+        Judgement,
+        Method,
+        Params,
+        StudySnapshot,
+        Trial,
+    )
 
 _STOPS_EARLY = ("random", "sobol", "tpe")
 """Methods that ``stop: auto`` lets ASHA work with: the others need values of whole trainings."""
@@ -151,50 +171,52 @@ class NoRepeats:
         self._draws = draws
         self._seed = seed
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """What the method would do, with a setting that is new."""
-        left = self._find_left(stand)
+        left = self._find_left(snapshot)
         if left is None:
-            move = self._method.choose(replace(stand, trials_left=0))
+            move = self._method.choose(replace(snapshot, trials_left=0))
             return EndStudy("every setting was tried") if isinstance(move, EndStudy) else move
-        move = self._method.choose(stand)
+        move = self._method.choose(snapshot)
         if not isinstance(move, StartTrial):
             return move
-        is_new = self._draws.accepts(move.params, self._draws.taken(stand.trials))
+        is_new = self._draws.accepts(move.params, self._draws.taken(snapshot.trials))
         return move if is_new else replace(move, params=left)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """By the method; where nothing new is left, nobody has to make room for it."""
-        has_new = self._find_left(stand) is not None
-        return self._method.judge(number, stand if has_new else replace(stand, trials_left=0))
+        has_new = self._find_left(snapshot) is not None
+        return self._method.judge(number, snapshot if has_new else replace(snapshot, trials_left=0))
 
-    def _find_left(self, stand: StudySnapshot) -> Params | None:
-        seed = mix_seed(self._seed, len(stand.trials))
-        return self._draws.draw(seed, self._draws.taken(stand.trials))
+    def _find_left(self, snapshot: StudySnapshot) -> Params | None:
+        seed = mix_seed(self._seed, len(snapshot.trials))
+        return self._draws.draw(seed, self._draws.taken(snapshot.trials))
 
 
 class EnqueuedFirst:
     """Settings that the user wants tried first, then whatever the method finds."""
 
-    def __init__(self, settings: list[Params], method: Method, draws: SettingDraws, *, seed: int) -> None:
+    def __init__(
+        self, settings: list[Params], method: Method, draws: SettingDraws, *, seed: int
+    ) -> None:
         """What a setting leaves out is drawn."""
         self._settings = settings
         self._method = method
         self._draws = draws
         self._seed = seed
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """The method says when, the user what."""
-        move = self._method.choose(stand)
-        number = len(stand.trials)
+        move = self._method.choose(snapshot)
+        number = len(snapshot.trials)
         if number >= len(self._settings) or not isinstance(move, StartTrial) or move.copy_from:
             return move
         params = self._draws.draw(mix_seed(self._seed, number), set(), self._settings[number])
         return move if params is None else replace(move, params=params)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """By the method."""
-        return self._method.judge(number, stand)
+        return self._method.judge(number, snapshot)
 
 
 def _with_first(search: SearchSpec, method: Method, draws: SettingDraws, seed: int) -> Method:

@@ -17,18 +17,23 @@ import numpy as np
 from scipy.special import ndtr
 
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.history import PastTrials, imagine_failures, make_scale, observe
-from yunlu.tuning.methods.successive_halving import find_stations, may_rise, next_station, rank
-from yunlu.tuning.methods.surrogate import Posterior, KernelParams, ask, fit_kernel
+from yunlu.tuning.methods.history import PastTrials, add_failures, make_scale, observe
+from yunlu.tuning.methods.successive_halving import (
+    find_milestones,
+    may_promote,
+    next_milestone,
+    rank,
+)
+from yunlu.tuning.methods.surrogate import KernelParams, Posterior, ask, fit_kernel
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
-from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, Verdict, WaitForResults
+from yunlu.tuning.values import Continue, EndStudy, Judgement, StartTrial, Verdict, WaitForResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.tuning.values import Dimension, Action, Params, StudySnapshot, Trial
+    from yunlu.tuning.values import Action, Dimension, Params, StudySnapshot, Trial
 
     Array = NDArray[np.float64]
     Indices = NDArray[np.intp]
@@ -81,93 +86,97 @@ class Frontier:
         seed: int,
         allowed: Callable[[Params], bool] | None = None,
         past: Sequence[Trial] = (),
-        habits: FrontierParams | None = None,
+        knobs: FrontierParams | None = None,
     ) -> None:
         """Search these dimensions; ``past``: trials of earlier studies, the same field names."""
         self.encoder = Encoder(dimensions)
         self.seed = seed
-        self.habits = habits or FrontierParams()
+        self.knobs = knobs or FrontierParams()
         self.past = PastTrials(past, self.encoder, seed=seed)
         self._allowed = allowed
-        self._survey = TrialTable(self.encoder, seed=seed)
+        self._table = TrialTable(self.encoder, seed=seed)
         self._openings: list[Params] = []
         # What was worked out last, by what it was worked out from: saves time, decides nothing.
         self._fitted: tuple[object, KernelParams] | None = None
         self._decided: tuple[object, _Decision] | None = None
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """What is done with a free place."""
-        return self._decide(stand, None).move
+        return self._decide(snapshot, None).move
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """Whether a trial goes on after its newest evaluation."""
-        stations = self._find_stations(stand)
-        survey = self._survey.look(stand.trials, stations)
-        row = survey.row(number)
-        rung, until = int(survey.rungs[row]), int(survey.untils[row])
-        if not np.isfinite(survey.newest(row)):
+        milestones = self._find_milestones(snapshot)
+        table = self._table.update(snapshot.trials, milestones)
+        row = table.row(number)
+        rung, until = int(table.rungs[row]), int(table.untils[row])
+        if not np.isfinite(table.newest(row)):
             return Judgement(Verdict.PRUNE, reason="its value is not a number")
-        if rung < until or rung >= stand.rungs:
+        if rung < until or rung >= snapshot.rungs:
             return Judgement(Verdict.GO_ON, until=until)
-        return self._race(row, stand, survey, stations) or self._weigh(number, stand)
+        return self._judge_by_rank(row, snapshot, table, milestones) or self._judge_by_model(
+            number, snapshot
+        )
 
-    def _race(self, row: int, stand: StudySnapshot, survey: TrialTable, stations: list[int]) -> Judgement | None:
+    def _judge_by_rank(
+        self, row: int, snapshot: StudySnapshot, table: TrialTable, milestones: list[int]
+    ) -> Judgement | None:
         """The verdict where it is clear without the model."""
-        rows, rung = np.array([row]), int(survey.rungs[row])
-        better, of = (int(each[0]) for each in rank(survey, rows, stations))
+        rows, rung = np.array([row]), int(table.rungs[row])
+        better, of = (int(each[0]) for each in rank(table, rows, milestones))
         place = f"{better} of {of} were better at rung {rung}"
         if of >= _ENOUGH and better >= 0.75 * of:
             return Judgement(Verdict.PRUNE, reason=place)
-        if self._is_leading(survey, row, stand):
+        if self._is_leading(table, row, snapshot):
             return Judgement(
-                Verdict.GO_ON, until=next_station(stations, rung), reason="the best so far"
+                Verdict.GO_ON, until=next_milestone(milestones, rung), reason="the best so far"
             )
-        if not may_rise(survey, rows, stations, self.habits.halving)[0]:
+        if not may_promote(table, rows, milestones, self.knobs.halving)[0]:
             return Judgement(Verdict.HOLD, reason=place)
         return None
 
-    def _weigh(self, number: int, stand: StudySnapshot) -> Judgement:
-        decision = self._decide(stand, number)
+    def _judge_by_model(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        decision = self._decide(snapshot, number)
         if isinstance(decision.move, Continue) and decision.move.number == number:
             return Judgement(Verdict.GO_ON, until=decision.move.until)
         if decision.is_hopeless:
             return Judgement(Verdict.PRUNE, reason="not expected to become the best any more")
         return Judgement(Verdict.HOLD, reason="others are expected to gain more")
 
-    def _is_leading(self, survey: TrialTable, row: int, stand: StudySnapshot) -> bool:
+    def _is_leading(self, table: TrialTable, row: int, snapshot: StudySnapshot) -> bool:
         """Whether it has just become better than all others, and has time to go on."""
-        best, before = float(survey.bests[row]), survey.best_at(row, int(survey.rungs[row]) - 1)
-        has_time = stand.seconds_left is None or stand.seconds_left > survey.paces[row]
-        return bool(best <= survey.bests.min() and best < before[1] and has_time)
+        best, before = float(table.bests[row]), table.best_at(row, int(table.rungs[row]) - 1)
+        has_time = snapshot.seconds_left is None or snapshot.seconds_left > table.rung_times[row]
+        return bool(best <= table.bests.min() and best < before[1] and has_time)
 
-    def _find_stations(self, stand: StudySnapshot) -> list[int]:
-        return find_stations(stand.rungs, self.habits.first, self.habits.growth)
+    def _find_milestones(self, snapshot: StudySnapshot) -> list[int]:
+        return find_milestones(snapshot.rungs, self.knobs.first, self.knobs.growth)
 
-    def _decide(self, stand: StudySnapshot, judged: int | None) -> _Decision:
-        stations = self._find_stations(stand)
-        survey = self._survey.look(stand.trials, stations)
-        may_begin = stand.trials_left is None or stand.trials_left > 0
-        if may_begin and survey.count < self._count_openings(stand):
-            return _Decision(self._open(survey.count, stations[0]))
-        search = _Search(self, survey, stand, stations=stations, judged=judged)
+    def _decide(self, snapshot: StudySnapshot, judgement: int | None) -> _Decision:
+        milestones = self._find_milestones(snapshot)
+        table = self._table.update(snapshot.trials, milestones)
+        may_begin = snapshot.trials_left is None or snapshot.trials_left > 0
+        if may_begin and table.count < self._count_openings(snapshot):
+            return _Decision(self._open(table.count, milestones[0]))
+        search = _Search(self, table, snapshot, milestones=milestones, judgement=judgement)
         key = (search.key, may_begin)
         if self._decided is None or self._decided[0] != key:
             self._decided = (key, search.decide(may_begin=may_begin))
         return self._decided[1]
 
-    def _count_openings(self, stand: StudySnapshot) -> int:
-        usual = min(self.habits.opening * len(self.encoder.dimensions), 32)
-        if stand.trials_left is not None:
-            usual = min(usual, (len(stand.trials) + stand.trials_left) // 3)
-        return max(usual, stand.workers)
+    def _count_openings(self, snapshot: StudySnapshot) -> int:
+        usual = min(self.knobs.opening * len(self.encoder.dimensions), 32)
+        if snapshot.trials_left is not None:
+            usual = min(usual, (len(snapshot.trials) + snapshot.trials_left) // 3)
+        return max(usual, snapshot.workers)
 
     def _open(self, number: int, until: int) -> Action:
         """The first trials: the best of earlier studies, then settings spread evenly."""
         if number >= len(self._openings):
             wanted = number + 32
             spread = self.encoder.sobol_units(2 * wanted, self.seed)
-            spread[1::2] = self.encoder.lean(spread[1::2])
-            evenly = [self.encoder.settle(row) for row in spread]
+            spread[1::2] = self.encoder.apply_prior(spread[1::2])
+            evenly = [self.encoder.to_params(row) for row in spread]
             found = [each for each in [*self.past.best, *evenly] if self.allows(each)]
             self._openings = found[:wanted]
         if number < len(self._openings):
@@ -183,28 +192,28 @@ class Frontier:
         """A setting at random that is allowed; None where hardly any is."""
         for _ in range(8):
             units = rng.random((32, len(self.encoder.dimensions)))
-            units[1::2] = self.encoder.lean(units[1::2])
+            units[1::2] = self.encoder.apply_prior(units[1::2])
             for row in units:
-                params = self.encoder.settle(row)
+                params = self.encoder.to_params(row)
                 if self.allows(params):
                     return params
         return None
 
-    def learn(self, survey: TrialTable) -> KernelParams:
+    def learn(self, table: TrialTable) -> KernelParams:
         """What is typical of these curves, from a few that change seldom: fitting takes long."""
-        rows = np.flatnonzero(np.isfinite(survey.bests))
-        early = rows[rows < _round_down(survey.count)]
+        rows = np.flatnonzero(np.isfinite(table.bests))
+        early = rows[rows < _round_down(table.count)]
         rows = early if len(early) else rows
-        floors = 2 ** np.floor(np.log2(survey.rungs[rows])).astype(np.intp)
-        far = np.lexsort((survey.lots[rows], -floors))[:_FAR_ALONG]
-        drawn = np.argsort(survey.lots[rows])[: self.habits.studied]
+        floors = 2 ** np.floor(np.log2(table.rungs[rows])).astype(np.intp)
+        far = np.lexsort((table.lots[rows], -floors))[:_FAR_ALONG]
+        drawn = np.argsort(table.lots[rows])[: self.knobs.studied]
         chosen = np.unique(np.concatenate([far, drawn]))
         rows, floors = rows[chosen], floors[chosen]
         key = (rows.tobytes(), floors.tobytes())
         if self._fitted is None or self._fitted[0] != key:
             pairs = zip(rows.tolist(), floors.tolist(), strict=True)
-            values = np.array([survey.best_at(row, floor)[1] for row, floor in pairs])
-            seen, _ = observe(survey, rows, floors, make_scale(values))
+            values = np.array([table.best_at(row, floor)[1] for row, floor in pairs])
+            seen, _ = observe(table, rows, floors, make_scale(values))
             self._fitted = (key, fit_kernel(seen, self.encoder.owners))
         return self._fitted[1]
 
@@ -227,92 +236,95 @@ class _Search:
     def __init__(
         self,
         method: Frontier,
-        survey: TrialTable,
-        stand: StudySnapshot,
+        table: TrialTable,
+        snapshot: StudySnapshot,
         *,
-        stations: list[int],
-        judged: int | None,
+        milestones: list[int],
+        judgement: int | None,
     ) -> None:
-        self._method, self._survey, self._stations = method, survey, stations
-        self._encoder, self._habits = method.encoder, method.habits
-        self._running, self._held = survey.running.copy(), survey.held.copy()
-        self._own = -1 if judged is None else survey.row(judged)
-        if judged is not None:
+        self._method, self._table, self._milestones = method, table, milestones
+        self._encoder, self._knobs = method.encoder, method.knobs
+        self._running, self._held = table.running.copy(), table.held.copy()
+        self._own = -1 if judgement is None else table.row(judgement)
+        if judgement is not None:
             self._running[self._own], self._held[self._own] = False, True
-        self._rungs = stand.rungs
-        self._left_s = np.inf if stand.seconds_left is None else stand.seconds_left
-        self._rng = np.random.default_rng([method.seed, survey.count, survey.points])
+        self._rungs = snapshot.rungs
+        self._left_s = np.inf if snapshot.seconds_left is None else snapshot.seconds_left
+        self._rng = np.random.default_rng([method.seed, table.count, table.points])
 
     @property
     def key(self) -> object:
         """Equal where the decision is."""
-        survey = self._survey
-        arrays = (survey.rungs, survey.untils, survey.bests, self._running, self._held)
+        table = self._table
+        arrays = (table.rungs, table.untils, table.bests, self._running, self._held)
         return (*(array.tobytes() for array in arrays), self._left_s, self._rungs)
 
     def decide(self, *, may_begin: bool) -> _Decision:
-        if not np.isfinite(self._survey.bests).any():
-            return _Decision(self._grope(may_begin=may_begin))
+        if not np.isfinite(self._table.bests).any():
+            return _Decision(self._explore(may_begin=may_begin))
         self._model()
         row, gain, hope = self._find_held()
         fresh = self._find_fresh() if may_begin else None
         move: Action
         if fresh is not None and fresh[1] > gain:
-            move = StartTrial(fresh[0], self._stations[0])
+            move = StartTrial(fresh[0], self._milestones[0])
         elif row >= 0:
-            until = next_station(self._stations, int(self._survey.rungs[row]))
-            move = Continue(self._survey.number(row), until)
+            until = next_milestone(self._milestones, int(self._table.rungs[row]))
+            move = Continue(self._table.number(row), until)
         elif self._running.any():
             move = WaitForResults()
         else:
             move = EndStudy(_NOTHING_LEFT if may_begin else _ALL_MADE)
         return _Decision(move, is_hopeless=hope < -_HOPELESS)
 
-    def _grope(self, *, may_begin: bool) -> Action:
+    def _explore(self, *, may_begin: bool) -> Action:
         """Before any value was told there is nothing to learn from."""
         params = self._method.draw(self._rng) if may_begin else None
         if params:
-            return StartTrial(params, self._stations[0])
+            return StartTrial(params, self._milestones[0])
         if self._running.any():
             return WaitForResults()
         return EndStudy(_NOTHING_ALLOWED if may_begin else "no trial told a value")
 
     def _model(self) -> None:
-        survey = self._survey
+        table = self._table
         rows = self._pick()
-        seen, scale = observe(survey, rows, survey.rungs[rows], make_scale(survey.bests))
-        self._best = float(scale.rate(survey.bests.min(keepdims=True))[0])
-        seen = imagine_failures(survey, seen, self._rungs)
+        seen, scale = observe(table, rows, table.rungs[rows], make_scale(table.bests))
+        self._best = float(scale.rate(table.bests.min(keepdims=True))[0])
+        seen = add_failures(table, seen, self._rungs)
         seen = self._method.past.join(seen, scale, self._rungs)
-        self._posterior = Posterior(seen, self._method.learn(survey))
+        self._posterior = Posterior(seen, self._method.learn(table))
         busy = np.flatnonzero(self._running)
         if len(busy):
-            times = np.log(np.maximum(survey.untils[busy], 1.0))
-            self._posterior.believe(ask(survey.features[busy], times, busy))
+            times = np.log(np.maximum(table.untils[busy], 1.0))
+            self._posterior.prior_score(ask(table.features[busy], times, busy))
 
     def _pick(self) -> Indices:
         """The trials that the model learns from."""
-        survey, limit = self._survey, self._habits.modelled
-        rows = np.flatnonzero(survey.rungs > 0)
+        table, limit = self._table, self._knobs.modelled
+        rows = np.flatnonzero(table.rungs > 0)
         if len(rows) <= limit:
             return rows
-        order = rows[np.argsort(survey.bests[rows], kind="stable")]
+        order = rows[np.argsort(table.bests[rows], kind="stable")]
         rest = order[limit // 2 :]
-        drawn = rest[np.argsort(survey.lots[rest])[: limit - limit // 2]]
+        drawn = rest[np.argsort(table.lots[rest])[: limit - limit // 2]]
         return np.concatenate([order[: limit // 2], drawn])
 
     def _find_held(self) -> tuple[int, float, float]:
         """The held trial to go on with (else -1), its gain, and the hope of the judged one."""
-        survey = self._survey
-        can = self._held & (survey.rungs > 0) & (survey.rungs < self._rungs)
+        table = self._table
+        can = self._held & (table.rungs > 0) & (table.rungs < self._rungs)
         rows = self._shorten(np.flatnonzero(can))
         if not len(rows):
             return -1, 0.0, 0.0
-        start, pace_s = survey.rungs[rows].astype(np.float64), np.maximum(survey.paces[rows], 1e-12)
+        start, pace_s = (
+            table.rungs[rows].astype(np.float64),
+            np.maximum(table.rung_times[rows], 1e-12),
+        )
         end = np.minimum(self._rungs, start + np.floor(self._left_s / pace_s + 1e-9))
-        rises = may_rise(survey, rows, self._stations, self._habits.halving) & (end > start)
+        rises = may_promote(table, rows, self._milestones, self._knobs.halving) & (end > start)
         end = np.maximum(end, start + 1)
-        mean, deviation = self._posterior.tell(ask(survey.features[rows], np.log(end), rows))
+        mean, deviation = self._posterior.tell(ask(table.features[rows], np.log(end), rows))
         gains = np.where(rises, self._gain(mean, deviation, end - start, pace_s), 0.0)
         hopes = ((self._best - mean) / deviation)[rows == self._own]
         at = int(np.argmax(gains))
@@ -323,53 +335,53 @@ class _Search:
         """The best of each station are enough to think of."""
         if len(rows) <= 4 * _SHORT:
             return rows
-        levels = np.searchsorted(self._stations, self._survey.rungs[rows])
-        order = rows[np.lexsort((self._survey.bests[rows], levels))]
+        levels = np.searchsorted(self._milestones, self._table.rungs[rows])
+        order = rows[np.lexsort((self._table.bests[rows], levels))]
         levels = np.sort(levels)
         place = np.arange(len(rows)) - np.searchsorted(levels, levels)
         return np.unique(order[(place < _SHORT) | (order == self._own)])
 
     def _find_fresh(self) -> tuple[Params, float] | None:
         """A setting to begin, and its gain."""
-        survey, rng, n = self._survey, self._rng, self._habits.candidates
-        self._paces = RungTimeModel(survey)
+        table, rng, n = self._table, self._rng, self._knobs.candidates
+        self._rung_times = RungTimeModel(table)
         units = rng.random((n, len(self._encoder.dimensions)))
-        units[1::2] = self._encoder.lean(units[1::2])
-        top = np.argsort(survey.bests, kind="stable")[:8]
-        near = self._vary(survey.units[rng.choice(top, size=n)], 0.15)
+        units[1::2] = self._encoder.apply_prior(units[1::2])
+        top = np.argsort(table.bests, kind="stable")[:8]
+        near = self._vary(table.units[rng.choice(top, size=n)], 0.15)
         units = np.concatenate([units, near])
-        gains = self._foresee(units)
-        if rng.random() < self._habits.chance:
+        gains = self._predict(units)
+        if rng.random() < self._knobs.chance:
             params = self._method.draw(rng)
             return (params, float(gains.max())) if params and gains.max() > 0 else None
         order = np.argsort(-gains, kind="stable")[:6]
         more = self._vary(np.repeat(units[order], 8, axis=0), 0.06)
         units = np.concatenate([more, units])
-        gains = np.concatenate([self._foresee(more), gains])
+        gains = np.concatenate([self._predict(more), gains])
         for at in np.argsort(-gains, kind="stable"):
-            params = self._encoder.settle(units[at])
+            params = self._encoder.to_params(units[at])
             if gains[at] > 0 and self._method.allows(params):
                 return params, float(gains[at])
         return None
 
-    def _foresee(self, units: Array) -> Array:
+    def _predict(self, units: Array) -> Array:
         """What new settings are expected to gain."""
         features = self._encoder.featurize(units)
-        pace_s = self._paces.foretell(features)
+        pace_s = self._rung_times.predict(features)
         end = np.minimum(self._rungs, np.floor(self._left_s / pace_s + 1e-9))
         ends = np.maximum(end, 1)
         strangers = np.full(len(units), -1, dtype=np.intp)
         mean, deviation = self._posterior.tell(ask(features, np.log(ends), strangers))
         gains = np.where(end >= 1, self._gain(mean, deviation, ends, pace_s), 0.0)
-        belief = self._encoder.believe(units)
-        return gains * np.exp((belief - belief.max()) * self._habits.belief / self._survey.count)
+        belief = self._encoder.prior_score(units)
+        return gains * np.exp((belief - belief.max()) * self._knobs.belief / self._table.count)
 
     def _gain(self, mean: Array, deviation: Array, rungs: Array, pace_s: Array) -> Array:
         """Expected improvement for the time it takes."""
         far = (self._best - mean) / deviation
         bell = np.exp(-0.5 * far * far) / np.sqrt(2.0 * np.pi)
         improvement = np.maximum(deviation * (bell + far * ndtr(far)), 1e-300)
-        return improvement / pace_s / rungs**self._habits.haste
+        return improvement / pace_s / rungs**self._knobs.haste
 
     def _vary(self, units: Array, by: float) -> Array:
         """Settings near others: half of their dimensions moved, choices drawn anew."""

@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError
-from yunlu.tuning.space import key_of, list_values, drop_absent
+from yunlu.tuning.space import drop_absent, key_of, list_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,9 +59,9 @@ class GridSampler:
         self._allowed = allowed
         self._verdicts: dict[int, bool] = {}
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next one of the list that is allowed and that no trial has had."""
-        tried = {key_of(trial.params) for trial in stand.trials}
+        tried = {key_of(trial.params) for trial in snapshot.trials}
         for place, params in enumerate(self._settings):
             if key_of(params) not in tried and self._may(place, params):
                 return dict(params)

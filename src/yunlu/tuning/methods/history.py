@@ -53,7 +53,7 @@ def make_scale(values: Array) -> RankScale:
 
 
 def observe(
-    survey: TrialTable, rows: Indices, rungs: Indices, scale: RankScale
+    table: TrialTable, rows: Indices, rungs: Indices, scale: RankScale
 ) -> tuple[CurveObservations, RankScale]:
     """Each of these trials at a rung and at half of it, and the scale on which they vary by 1.
 
@@ -61,8 +61,8 @@ def observe(
     """
     found: list[tuple[int, int, float]] = []
     for row, rung in zip(rows.tolist(), rungs.tolist(), strict=True):
-        last = survey.best_at(row, rung)
-        earlier = survey.best_at(row, max(rung // 2, 1))
+        last = table.best_at(row, rung)
+        earlier = table.best_at(row, max(rung // 2, 1))
         found.append((row, *last))
         if earlier[0] != last[0]:
             found.append((row, *earlier))
@@ -70,7 +70,7 @@ def observe(
     raw = scale.rate(np.array([each[2] for each in found]))
     scale = replace(scale, mean=float(raw.mean()), deviation=float(raw.std()) or 1.0)
     seen = CurveObservations(
-        survey.features[trials],
+        table.features[trials],
         np.log([each[1] for each in found]),
         trials,
         (raw - scale.mean) / scale.deviation,
@@ -79,14 +79,14 @@ def observe(
     return seen, scale
 
 
-def imagine_failures(survey: TrialTable, seen: CurveObservations, rungs: int) -> CurveObservations:
+def add_failures(table: TrialTable, seen: CurveObservations, rungs: int) -> CurveObservations:
     """Trials that failed before they told anything, as bad as the worst that was seen."""
-    rows = np.flatnonzero(survey.failed)[-_REMEMBERED:]
+    rows = np.flatnonzero(table.failed)[-_REMEMBERED:]
     if not len(rows):
         return seen
     return seen.join(
         CurveObservations(
-            survey.features[rows],
+            table.features[rows],
             np.full(len(rows), np.log(rungs)),
             rows,
             np.full(len(rows), seen.values.max()),
@@ -100,17 +100,17 @@ class PastTrials:
 
     def __init__(self, trials: Sequence[Trial], encoder: Encoder, *, seed: int) -> None:
         """Those that told a value."""
-        survey = TrialTable(encoder, seed=seed).look(trials, [1])
-        rows = np.flatnonzero(np.isfinite(survey.bests))
-        order = rows[np.argsort(survey.bests[rows], kind="stable")]
+        table = TrialTable(encoder, seed=seed).update(trials, [1])
+        rows = np.flatnonzero(np.isfinite(table.bests))
+        order = rows[np.argsort(table.bests[rows], kind="stable")]
         rest = order[_REMEMBERED:]
-        rest = rest[np.argsort(survey.lots[rest])[:_REMEMBERED]]
+        rest = rest[np.argsort(table.lots[rest])[:_REMEMBERED]]
         rows = np.concatenate([order[:_REMEMBERED], rest])
-        self.best: list[Params] = [encoder.settle(units) for units in survey.units[order[:3]]]
+        self.best: list[Params] = [encoder.to_params(units) for units in table.units[order[:3]]]
         """A few, the best first, within the bounds of our dimensions."""
-        self._features = survey.features[rows]
-        self._share = survey.rungs[rows] / max(int(survey.rungs.max(initial=1)), 1)
-        self._heights = make_scale(survey.bests[rows]).rate(survey.bests[rows])
+        self._features = table.features[rows]
+        self._share = table.rungs[rows] / max(int(table.rungs.max(initial=1)), 1)
+        self._heights = make_scale(table.bests[rows]).rate(table.bests[rows])
 
     def join(self, seen: CurveObservations, scale: RankScale, rungs: int) -> CurveObservations:
         """Observations and these, on the scale of the others."""

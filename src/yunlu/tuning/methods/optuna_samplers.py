@@ -13,8 +13,8 @@ from optuna.study import Study
 from optuna.trial import TrialState as OptunaState
 
 from yunlu.core.errors import missing_part
-from yunlu.tuning.methods.samplers import SettingDraws, has_result, mix_seed, rank_values, result_of
 from yunlu.tuning.methods.read_only_storage import NAME, ReadOnlyStorage, make_frozen
+from yunlu.tuning.methods.samplers import SettingDraws, has_result, mix_seed, rank_values, result_of
 from yunlu.tuning.space import list_values
 from yunlu.tuning.values import TrialState
 
@@ -82,14 +82,14 @@ class OptunaSampler:
         self._is_conditional = any(d.when for d in draws.dimensions)
         self._frozen: dict[int, tuple[Trial, float, FrozenTrial]] = {}
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next one."""
-        number = len(stand.trials)
-        taken = self._draws.taken(stand.trials)
+        number = len(snapshot.trials)
+        taken = self._draws.taken(snapshot.trials)
         known = [trial for trial in self._past if self._fits(trial.params)]
-        told = sum(has_result(trial) for trial in (*known, *stand.trials))
+        told = sum(has_result(trial) for trial in (*known, *snapshot.trials))
         if told >= self._opening:
-            frozen = self._freeze([*known, *stand.trials])
+            frozen = self._freeze([*known, *snapshot.trials])
             for attempt in range(_ATTEMPTS):
                 params = self._ask(list(frozen), mix_seed(self._seed, number, attempt))
                 if self._draws.accepts(params, taken):
@@ -113,7 +113,7 @@ class OptunaSampler:
                 for parent, values in dimension.when.items()
             )
             if exists:
-                params[dimension.name] = _settle(dimension, _suggest(trial, dimension))
+                params[dimension.name] = _to_param(dimension, _suggest(trial, dimension))
         return params
 
     def _make(self, seed: int) -> BaseSampler:
@@ -187,7 +187,7 @@ def _suggest(trial: Any, dimension: Dimension) -> ParamValue:
     )
 
 
-def _settle(dimension: Dimension, value: ParamValue) -> ParamValue:
+def _to_param(dimension: Dimension, value: ParamValue) -> ParamValue:
     """The step of the range that is meant: sums of steps differ in the last digit."""
     if not dimension.step or dimension.is_int or not isinstance(value, float):
         return value

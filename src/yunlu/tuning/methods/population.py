@@ -16,13 +16,21 @@ from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.samplers import mix_seed
 from yunlu.tuning.methods.stopping import find_trial, value_at
 from yunlu.tuning.space import drop_absent
-from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, TrialState, Verdict, WaitForResults
+from yunlu.tuning.values import (
+    Continue,
+    EndStudy,
+    Judgement,
+    StartTrial,
+    TrialState,
+    Verdict,
+    WaitForResults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.tuning.methods.samplers import Sampler
-    from yunlu.tuning.values import Dimension, Action, Params, ParamValue, StudySnapshot, Trial
+    from yunlu.tuning.values import Action, Dimension, Params, ParamValue, StudySnapshot, Trial
 
 _FACTORS = (0.8, 1.2)
 """How a number is varied, as published."""
@@ -55,28 +63,28 @@ class PopulationBasedTraining:
         self._share = share
         self._allowed = allowed
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """A founder, a copy, or the next stretch of a member."""
-        if stand.seconds_left is not None and stand.seconds_left <= 0:
+        if snapshot.seconds_left is not None and snapshot.seconds_left <= 0:
             return EndStudy("the time is over")
-        founders = [trial for trial in stand.trials if trial.copied_from is None]
-        if len(founders) < self._size and stand.trials_left != 0:
-            params = self._sampler.suggest(stand)
+        founders = [trial for trial in snapshot.trials if trial.copied_from is None]
+        if len(founders) < self._size and snapshot.trials_left != 0:
+            params = self._sampler.suggest(snapshot)
             if params is not None:
-                return StartTrial(params, min(self._every, stand.rungs))
+                return StartTrial(params, min(self._every, snapshot.rungs))
         members = founders
-        for level in range(self._every, stand.rungs, self._every):
+        for level in range(self._every, snapshot.rungs, self._every):
             if any(not trial.state.is_over and trial.rung < level for trial in members):
                 return self._train_on(members, level)
-            move, members = self._renew(members, level, stand)
+            move, members = self._renew(members, level, snapshot)
             if move is not None:
                 return move
-        return self._train_on(members, stand.rungs)
+        return self._train_on(members, snapshot.rungs)
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """It rests at each comparison until the others have come as far."""
-        trial = find_trial(number, stand)
-        if trial.rung < trial.until or trial.rung >= stand.rungs:
+        trial = find_trial(number, snapshot)
+        if trial.rung < trial.until or trial.rung >= snapshot.rungs:
             return Judgement(Verdict.GO_ON, until=trial.until)
         return Judgement(Verdict.HOLD, reason="compared when the others have come as far")
 
@@ -89,7 +97,7 @@ class PopulationBasedTraining:
         return WaitForResults()
 
     def _renew(
-        self, members: list[Trial], level: int, stand: StudySnapshot
+        self, members: list[Trial], level: int, snapshot: StudySnapshot
     ) -> tuple[Action | None, list[Trial]]:
         """The next copy to begin at the level, if any; and who trains on from there."""
         ranked = sorted(
@@ -97,13 +105,13 @@ class PopulationBasedTraining:
             key=lambda trial: (value_at(trial, level), trial.number),
         )
         count = max(math.floor(self._share * len(ranked)), min(len(ranked) - 1, 1))
-        copies = [t for t in stand.trials if t.copied_from and t.copied_from[1] == level]
+        copies = [t for t in snapshot.trials if t.copied_from and t.copied_from[1] == level]
         has_begun = any(trial.rung > level or trial.until > level for trial in ranked)
         # A model that has trained on may have lost the checkpoint that a copy would begin from.
-        if len(copies) < count and not has_begun and stand.trials_left != 0:
+        if len(copies) < count and not has_begun and snapshot.trials_left != 0:
             model = ranked[len(copies)]
-            params = self._vary(model.params, mix_seed(self._seed, len(stand.trials)))
-            until = min(level + self._every, stand.rungs)
+            params = self._vary(model.params, mix_seed(self._seed, len(snapshot.trials)))
+            until = min(level + self._every, snapshot.rungs)
             return StartTrial(params, until, copy_from=(model.number, level)), []
         left = {trial.number for trial in ranked[len(ranked) - len(copies) :]}
         return None, [*(t for t in ranked if t.number not in left), *copies]
@@ -138,7 +146,7 @@ def _vary_one(dimension: Dimension, value: ParamValue, rng: np.random.Generator)
     moved = value * factor
     if dimension.is_int and round(moved) == value:
         moved = value + (1 if factor > 1 else -1)
-    return alone.settle(alone.locate([{dimension.name: moved}])[0])[dimension.name]
+    return alone.to_params(alone.locate([{dimension.name: moved}])[0])[dimension.name]
 
 
 def _neighbour(dimension: Dimension, value: ParamValue, *, up: bool) -> ParamValue:

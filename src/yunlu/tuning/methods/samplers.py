@@ -37,7 +37,7 @@ _MOST_SPREAD = 1 << 14
 class Sampler(Protocol):
     """A way of finding settings."""
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The setting of the next trial; None where there is none left."""
         ...
 
@@ -97,15 +97,15 @@ class SettingDraws:
 
     def _sample(self, rng: np.random.Generator, size: int, fixed: Params) -> Iterable[Params]:
         units = rng.random((size, len(self.dimensions)))
-        if self.encoder.has_beliefs:
+        if self.encoder.has_priors:
             doubts = rng.random(size) < _DOUBT
-            units = np.where(doubts[:, None], units, self.encoder.lean(units))
+            units = np.where(doubts[:, None], units, self.encoder.apply_prior(units))
         if fixed:
             wanted = self.encoder.locate([fixed])[0]
             is_fixed = np.array([d.name in fixed for d in self.dimensions])
             units = np.where(is_fixed, wanted, units)
         for row in units:
-            params = self.encoder.settle(row)
+            params = self.encoder.to_params(row)
             # A unit is near enough to a number, but the user's own is meant to the last digit.
             yield {name: fixed.get(name, value) for name, value in params.items()}
 
@@ -124,10 +124,10 @@ class RandomSampler:
         self._draws = draws
         self._seed = seed
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next one."""
-        seed = mix_seed(self._seed, len(stand.trials))
-        return self._draws.draw(seed, self._draws.taken(stand.trials))
+        seed = mix_seed(self._seed, len(snapshot.trials))
+        return self._draws.draw(seed, self._draws.taken(snapshot.trials))
 
 
 class SobolSampler:
@@ -142,22 +142,22 @@ class SobolSampler:
         self._units = np.empty((0, len(draws.dimensions)))
         self._passed = 0
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next of the sequence; what is not allowed is passed over."""
-        number = len(stand.trials)
+        number = len(snapshot.trials)
         while number >= len(self._sequence) and self._passed < self._draws.enough:
             self._extend()
         if number < len(self._sequence):
             return self._sequence[number]
         # Every setting of a small space has come: those that a first one has displaced are left.
-        return self._draws.draw(mix_seed(self._seed, number), self._draws.taken(stand.trials))
+        return self._draws.draw(mix_seed(self._seed, number), self._draws.taken(snapshot.trials))
 
     def _extend(self) -> None:
         encoder = self._draws.encoder
         if self._passed == len(self._units):  # the longer sequence begins with the shorter one
             longer = encoder.sobol_units(max(2 * len(self._units), 64), self._seed)
-            self._units = encoder.lean(longer)
-        params = encoder.settle(self._units[self._passed])
+            self._units = encoder.apply_prior(longer)
+        params = encoder.to_params(self._units[self._passed])
         self._passed += 1
         if self._draws.accepts(params, self._came):
             self._sequence.append(params)
@@ -180,33 +180,33 @@ class CmaEsSampler:
         self._draws = draws
         self._seed = seed
         self._past = tuple(past)
-        self._places = [
+        self._slots = [
             place
             for place, d in enumerate(draws.dimensions)
             if not d.choices and not d.when and d.low < d.high
         ]
-        if not self._places:
+        if not self._slots:
             raise ValueError("cmaes needs a range that always exists")
 
-    def suggest(self, stand: StudySnapshot) -> Params | None:
+    def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next one."""
-        number = len(stand.trials)
-        taken = self._draws.taken(stand.trials)
+        number = len(snapshot.trials)
+        taken = self._draws.taken(snapshot.trials)
         seed = mix_seed(self._seed, number)
-        known = [trial for trial in (*self._past, *stand.trials) if has_result(trial)]
+        known = [trial for trial in (*self._past, *snapshot.trials) if has_result(trial)]
         evolution = self._evolve(known, seed)
         encoder = self._draws.encoder
         others = np.random.default_rng(seed).random((_ATTEMPTS, len(self._draws.dimensions)))
-        for units in encoder.lean(others):
-            units[self._places] = evolution.ask()
-            params = encoder.settle(units)
+        for units in encoder.apply_prior(others):
+            units[self._slots] = evolution.ask()
+            params = encoder.to_params(units)
             if self._draws.accepts(params, taken):
                 return params
         return self._draws.draw(seed, taken)
 
     def _evolve(self, trials: list[Trial], seed: int) -> Any:
         """The evolution after all that is known, in the order of numbers."""
-        rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._places]
+        rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._slots]
         values = rank_values([result_of(trial)[0] for trial in trials])
         evolution = self._start(seed)
         at = 0
@@ -221,19 +221,19 @@ class CmaEsSampler:
     def _start(self, seed: int, population: int | None = None) -> Any:
         import cmaes  # noqa: PLC0415 - of this method alone
 
-        mean = np.full(len(self._places), 0.5)
-        for place, at in enumerate(self._places):
+        mean = np.full(len(self._slots), 0.5)
+        for place, at in enumerate(self._slots):
             dimension = self._draws.dimensions[at]
             if dimension.likely:
                 believed = dimension.likely[0]
                 middle: ParamValue = 10.0**believed if dimension.log else believed
                 mean[place] = self._draws.encoder.locate([{dimension.name: middle}])[0, at]
-        bounds = np.tile([0.0, 1.0], (len(self._places), 1))
+        bounds = np.tile([0.0, 1.0], (len(self._slots), 1))
         return cmaes.CMA(
             mean=np.clip(mean, 1e-6, 1 - 1e-6),
             sigma=1 / 6,
             bounds=bounds,
-            n_max_resampling=10 * len(self._places),
+            n_max_resampling=10 * len(self._slots),
             population_size=population,
             seed=seed,
         )

@@ -9,7 +9,15 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, TrialState, Verdict, WaitForResults
+from yunlu.tuning.values import (
+    Continue,
+    EndStudy,
+    Judgement,
+    StartTrial,
+    TrialState,
+    Verdict,
+    WaitForResults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,15 +33,15 @@ class Stopping(Protocol):
         """How far the trial with this number may run at first."""
         ...
 
-    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
+    def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
         """What becomes of a running trial after its newest evaluation."""
         ...
 
-    def promote(self, stand: StudySnapshot) -> Continue | None:
+    def promote(self, snapshot: StudySnapshot) -> Continue | None:
         """A held trial that has earned to go on."""
         ...
 
-    def finish(self, stand: StudySnapshot) -> Continue | None:
+    def finish(self, snapshot: StudySnapshot) -> Continue | None:
         """A held trial worth finishing when nothing else is left to do."""
         ...
 
@@ -46,27 +54,27 @@ class SamplerWithStopping:
         self._sampler = sampler
         self._stopping = stopping
 
-    def choose(self, stand: StudySnapshot) -> Action:
+    def choose(self, snapshot: StudySnapshot) -> Action:
         """Let a good one go on, else begin another."""
-        if stand.seconds_left is not None and stand.seconds_left <= 0:
+        if snapshot.seconds_left is not None and snapshot.seconds_left <= 0:
             return EndStudy("the time is over")
-        if promoted := self._stopping.promote(stand):
+        if promoted := self._stopping.promote(snapshot):
             return promoted
-        if stand.trials_left == 0:
-            return self._close(stand, f"all {len(stand.trials)} trials were made")
-        params = self._sampler.suggest(stand)
+        if snapshot.trials_left == 0:
+            return self._close(snapshot, f"all {len(snapshot.trials)} trials were made")
+        params = self._sampler.suggest(snapshot)
         if params is None:
-            return self._close(stand, "every setting was tried")
-        return StartTrial(params, self._stopping.first_until(len(stand.trials), stand.rungs))
+            return self._close(snapshot, "every setting was tried")
+        return StartTrial(params, self._stopping.first_until(len(snapshot.trials), snapshot.rungs))
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         """By the rule."""
-        return self._stopping.judge(find_trial(number, stand), stand)
+        return self._stopping.judge(find_trial(number, snapshot), snapshot)
 
-    def _close(self, stand: StudySnapshot, reason: str) -> Action:
-        if any(t.state in {TrialState.RUNNING, TrialState.WAITING} for t in stand.trials):
+    def _close(self, snapshot: StudySnapshot, reason: str) -> Action:
+        if any(t.state in {TrialState.RUNNING, TrialState.WAITING} for t in snapshot.trials):
             return WaitForResults()
-        return self._stopping.finish(stand) or EndStudy(reason)
+        return self._stopping.finish(snapshot) or EndStudy(reason)
 
 
 class NoStopping:
@@ -76,16 +84,16 @@ class NoStopping:
         """The end."""
         return rungs
 
-    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:  # noqa: ARG002
+    def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:  # noqa: ARG002
         """It goes on."""
-        return Judgement(Verdict.GO_ON, until=stand.rungs)
+        return Judgement(Verdict.GO_ON, until=snapshot.rungs)
 
-    def promote(self, stand: StudySnapshot) -> Continue | None:
+    def promote(self, snapshot: StudySnapshot) -> Continue | None:
         """What was held by somebody else."""
-        held = next((t for t in stand.trials if t.state is TrialState.HELD), None)
-        return None if held is None else Continue(held.number, stand.rungs)
+        held = next((t for t in snapshot.trials if t.state is TrialState.HELD), None)
+        return None if held is None else Continue(held.number, snapshot.rungs)
 
-    def finish(self, stand: StudySnapshot) -> Continue | None:  # noqa: ARG002
+    def finish(self, snapshot: StudySnapshot) -> Continue | None:  # noqa: ARG002
         """Nothing is held."""
         return None
 
@@ -101,21 +109,21 @@ class MedianStopping(NoStopping):
         self._first = first
         self._trials = trials
 
-    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
+    def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
         """Compared with all that have come as far."""
         if trial.rung < self._first:
-            return super().judge(trial, stand)
+            return super().judge(trial, snapshot)
         means = sorted(
             _mean_until(other, trial.rung)
-            for other in stand.trials
+            for other in snapshot.trials
             if other.number != trial.number and other.rung >= trial.rung
         )
         if len(means) < self._trials:
-            return super().judge(trial, stand)
+            return super().judge(trial, snapshot)
         middle = len(means) // 2
         median = means[middle] if len(means) % 2 else (means[middle - 1] + means[middle]) / 2
         if best_of(trial) <= median:
-            return super().judge(trial, stand)
+            return super().judge(trial, snapshot)
         return Judgement(Verdict.PRUNE, reason=f"its best is worse than the median of {len(means)}")
 
 
@@ -127,7 +135,7 @@ class PatienceStopping(NoStopping):
         self._patience = patience
         self._min_delta = min_delta
 
-    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
+    def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
         """By its own course."""
         best, waited = math.inf, 0
         for point in trial.points:
@@ -136,7 +144,7 @@ class PatienceStopping(NoStopping):
             else:
                 waited += 1
         if waited < self._patience:
-            return super().judge(trial, stand)
+            return super().judge(trial, snapshot)
         return Judgement(
             Verdict.PRUNE, reason=f"no better for {waited} evaluation{'s' * (waited != 1)}"
         )
@@ -160,43 +168,43 @@ class SuccessiveHalving:
 
     def first_until(self, number: int, rungs: int) -> int:
         """The first rung of its bracket."""
-        return self.stations(number, rungs)[0]
+        return self.milestones(number, rungs)[0]
 
-    def judge(self, trial: Trial, stand: StudySnapshot) -> Judgement:
+    def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
         """At a rung of its bracket: among the best, or held."""
-        stations = self.stations(trial.number, stand.rungs)
+        milestones = self.milestones(trial.number, snapshot.rungs)
         if trial.rung < trial.until:
             return Judgement(Verdict.GO_ON, until=trial.until)
-        following = next((rung for rung in stations if rung > trial.rung), stand.rungs)
-        if trial.rung not in stations:
+        following = next((rung for rung in milestones if rung > trial.rung), snapshot.rungs)
+        if trial.rung not in milestones:
             return Judgement(Verdict.GO_ON, until=following)
-        if trial.rung >= stand.rungs:
-            return Judgement(Verdict.GO_ON, until=stand.rungs)
-        rivals = self._rivals(trial.number, stand)
-        if trial.number in self._rising(rivals, trial.rung, arriving=trial.number):
+        if trial.rung >= snapshot.rungs:
+            return Judgement(Verdict.GO_ON, until=snapshot.rungs)
+        rivals = self._rivals(trial.number, snapshot)
+        if trial.number in self._promotable(rivals, trial.rung, arriving=trial.number):
             return Judgement(Verdict.GO_ON, until=following)
         return Judgement(Verdict.HOLD, reason=f"not yet among the best in {self._eta} at its rung")
 
-    def promote(self, stand: StudySnapshot) -> Continue | None:
+    def promote(self, snapshot: StudySnapshot) -> Continue | None:
         """The best held one of the highest rung where one more may go on."""
-        for rivals in self._all_rivals(stand):
-            stations = self.stations(rivals[0].number, stand.rungs)
-            for rung, following in reversed(list(pairwise(stations))):
-                if rising := self._rising(rivals, rung):
+        for rivals in self._all_rivals(snapshot):
+            milestones = self.milestones(rivals[0].number, snapshot.rungs)
+            for rung, following in reversed(list(pairwise(milestones))):
+                if rising := self._promotable(rivals, rung):
                     return Continue(rising[0], following)
         return None
 
-    def finish(self, stand: StudySnapshot) -> Continue | None:
+    def finish(self, snapshot: StudySnapshot) -> Continue | None:
         """The best of those that came farthest, where none was trained to its end."""
-        if any(trial.state is TrialState.DONE for trial in stand.trials):
+        if any(trial.state is TrialState.DONE for trial in snapshot.trials):
             return None
-        held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
+        held = [trial for trial in snapshot.trials if trial.state is TrialState.HELD]
         if not held:
             return None
         best = min(held, key=lambda trial: (-trial.rung, best_of(trial), trial.number))
-        return Continue(best.number, stand.rungs)
+        return Continue(best.number, snapshot.rungs)
 
-    def stations(self, number: int, rungs: int) -> list[int]:
+    def milestones(self, number: int, rungs: int) -> list[int]:
         """The rungs at which the trial with this number is compared; the last is the end."""
         ladder = self._ladder(rungs)
         return ladder[self.bracket_of(number, rungs) :]
@@ -227,17 +235,17 @@ class SuccessiveHalving:
             for bracket in range(count)
         ]
 
-    def _rivals(self, number: int, stand: StudySnapshot) -> list[Trial]:
-        bracket = self.bracket_of(number, stand.rungs)
-        return [t for t in stand.trials if self.bracket_of(t.number, stand.rungs) == bracket]
+    def _rivals(self, number: int, snapshot: StudySnapshot) -> list[Trial]:
+        bracket = self.bracket_of(number, snapshot.rungs)
+        return [t for t in snapshot.trials if self.bracket_of(t.number, snapshot.rungs) == bracket]
 
-    def _all_rivals(self, stand: StudySnapshot) -> list[list[Trial]]:
+    def _all_rivals(self, snapshot: StudySnapshot) -> list[list[Trial]]:
         found: dict[int, list[Trial]] = {}
-        for trial in stand.trials:
-            found.setdefault(self.bracket_of(trial.number, stand.rungs), []).append(trial)
+        for trial in snapshot.trials:
+            found.setdefault(self.bracket_of(trial.number, snapshot.rungs), []).append(trial)
         return [found[bracket] for bracket in sorted(found)]
 
-    def _rising(
+    def _promotable(
         self, rivals: Sequence[Trial], rung: int, *, arriving: int | None = None
     ) -> list[int]:
         """Those at the rung that may go on now, the best first."""
@@ -256,9 +264,9 @@ class SuccessiveHalving:
         return able[:room]
 
 
-def find_trial(number: int, stand: StudySnapshot) -> Trial:
+def find_trial(number: int, snapshot: StudySnapshot) -> Trial:
     """The trial with this number."""
-    trials = stand.trials
+    trials = snapshot.trials
     if number < len(trials) and trials[number].number == number:
         return trials[number]
     return next(trial for trial in trials if trial.number == number)

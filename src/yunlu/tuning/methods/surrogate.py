@@ -186,42 +186,42 @@ class LikelihoodGradient:
 class Posterior:
     """What the curves are after the observations."""
 
-    def __init__(self, seen: CurveObservations, traits: KernelParams) -> None:
+    def __init__(self, seen: CurveObservations, kernel: KernelParams) -> None:
         """Of these traits, given what was seen."""
-        self._seen, self._traits = seen, traits
-        covariance = _covary(seen, seen, traits)
-        covariance.flat[:: len(seen.values) + 1] += traits.scales[_NOISE] + seen.noise + JITTER
+        self._seen, self._kernel = seen, kernel
+        covariance = _covary(seen, seen, kernel)
+        covariance.flat[:: len(seen.values) + 1] += kernel.scales[_NOISE] + seen.noise + JITTER
         self._lower = cholesky(covariance, lower=True, check_finite=False, overwrite_a=True)
         self._weights = cho_solve((self._lower, True), seen.values, check_finite=False)
 
-    def believe(self, asked: CurveObservations) -> Array:
+    def believe(self, request: CurveObservations) -> Array:
         """Hold for seen what is being found out now, at its mean (the "kriging believer").
 
         The means stay as they are; only less is gained by finding out the same again.
         """
-        mean, _ = self.tell(asked)
-        across = _covary(asked, self._seen, self._traits)
+        mean, _ = self.tell(request)
+        across = _covary(request, self._seen, self._kernel)
         below = solve_triangular(self._lower, across.T, lower=True, check_finite=False).T
-        corner = _covary(asked, asked, self._traits) - below @ below.T
-        corner.flat[:: len(mean) + 1] += self._traits.scales[_NOISE] + JITTER
+        corner = _covary(request, request, self._kernel) - below @ below.T
+        corner.flat[:: len(mean) + 1] += self._kernel.scales[_NOISE] + JITTER
         n, m = len(self._seen.values), len(mean)
         lower = np.zeros((n + m, n + m))
         lower[:n, :n] = self._lower
         lower[n:, :n] = below
         lower[n:, n:] = cholesky(corner, lower=True, check_finite=False)
         self._lower = lower
-        self._seen = self._seen.join(asked)
+        self._seen = self._seen.join(request)
         self._weights = np.concatenate([self._weights, np.zeros(m)])
         return mean
 
-    def tell(self, asked: CurveObservations) -> tuple[Array, Array]:
+    def tell(self, request: CurveObservations) -> tuple[Array, Array]:
         """The mean and the deviation of each value that is asked for, without noise."""
-        across = _covary(asked, self._seen, self._traits)
+        across = _covary(request, self._seen, self._kernel)
         mean = across @ self._weights
         known = solve_triangular(self._lower, across.T, lower=True, check_finite=False)
         # What makes a trial differ from its setting's promise is no reason to begin one.
-        own = float(self._traits.scales[2:_NOISE].sum())
-        prior = float(self._traits.scales[:2].sum()) + COMMON + own * (asked.trials >= 0)
+        own = float(self._kernel.scales[2:_NOISE].sum())
+        prior = float(self._kernel.scales[:2].sum()) + COMMON + own * (request.trials >= 0)
         variance = prior - np.einsum("ij,ij->j", known, known)
         return mean, np.sqrt(np.maximum(variance, 1e-10))
 
@@ -232,9 +232,9 @@ def ask(features: Array, times: Array, trials: Indices) -> CurveObservations:
     return CurveObservations(features, times, trials, nothing, nothing)
 
 
-def _covary(one: CurveObservations, other: CurveObservations, traits: KernelParams) -> Array:
-    level, change, own_level, own_change, _, span = traits.scales
-    a, b = one.features / traits.lengths, other.features / traits.lengths
+def _covary(one: CurveObservations, other: CurveObservations, kernel: KernelParams) -> Array:
+    level, change, own_level, own_change, _, span = kernel.scales
+    a, b = one.features / kernel.lengths, other.features / kernel.lengths
     squares = (a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2.0 * (a @ b.T)
     root = ROOT5 * np.sqrt(np.maximum(squares, 0.0))
     near = (1.0 + root + root * root / 3.0) * np.exp(-root)

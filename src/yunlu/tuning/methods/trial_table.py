@@ -37,9 +37,9 @@ class TrialTable:
         self._encoder, self._seed = encoder, seed
         self._forget([])
 
-    def _forget(self, stations: list[int]) -> None:
+    def _forget(self, milestones: list[int]) -> None:
         self._known: list[Trial] = []
-        self._stations = stations
+        self._milestones = milestones
         self._courses: list[tuple[list[int], list[float]]] = []
         columns = len(self._encoder.owners)
         self._numbers: dict[str, NDArray[Any]] = {
@@ -53,22 +53,22 @@ class TrialTable:
             "failed": np.zeros(0, dtype=bool),
             "features": np.zeros((0, columns)),
             "units": np.zeros((0, len(self._encoder.dimensions))),
-            "ladder": np.zeros((0, len(stations))),
+            "ladder": np.zeros((0, len(milestones))),
         }
 
-    def look(self, trials: Sequence[Trial], stations: list[int]) -> TrialTable:
+    def update(self, trials: Sequence[Trial], milestones: list[int]) -> TrialTable:
         """Take in what is new."""
-        if len(trials) < len(self._known) or stations != self._stations:
-            self._forget(stations)
+        if len(trials) < len(self._known) or milestones != self._milestones:
+            self._forget(milestones)
         for row, known in enumerate(self._known):
             trial = trials[row]
             if trial is known:
                 continue
-            if not _goes_on(known, trial):  # another study's
+            if not _continues(known, trial):  # another study's
                 self._place(row, [trial])
             self._note(row, trial)
         if len(trials) > len(self._known):
-            self._welcome(trials[len(self._known) :])
+            self._append(trials[len(self._known) :])
         return self
 
     @property
@@ -102,7 +102,7 @@ class TrialTable:
         return self._numbers["bests"][: self.count]
 
     @property
-    def paces(self) -> Array:
+    def rung_times(self) -> Array:
         """Seconds that a rung takes; not a number before the first."""
         return self._numbers["paces"][: self.count]
 
@@ -156,7 +156,7 @@ class TrialTable:
         at = max(bisect_right(rungs, rung) - 1, 0)
         return rungs[at], bests[at]
 
-    def _welcome(self, trials: Sequence[Trial]) -> None:
+    def _append(self, trials: Sequence[Trial]) -> None:
         first, count = len(self._known), len(self._known) + len(trials)
         if count > len(self._numbers["rungs"]):
             for name, array in self._numbers.items():
@@ -187,8 +187,8 @@ class TrialTable:
                 best = point.value
             rungs.append(point.rung)
             bests.append(best)
-            at = bisect_right(self._stations, point.rung)
-            if at and self._stations[at - 1] == point.rung:
+            at = bisect_right(self._milestones, point.rung)
+            if at and self._milestones[at - 1] == point.rung:
                 self._numbers["ladder"][row, at - 1] = best if best < inf else _WORST
         numbers = self._numbers
         numbers["rungs"][row] = trial.rung
@@ -201,7 +201,7 @@ class TrialTable:
         self._known[row] = trial
 
 
-def _goes_on(before: Trial, after: Trial) -> bool:
+def _continues(before: Trial, after: Trial) -> bool:
     """Whether it is the same trial, later."""
     points = len(before.points)
     return (
@@ -223,19 +223,19 @@ def _mix(number: int, seed: int) -> int:
 class RungTimeModel:
     """How long a rung takes, foretold from the setting: a ridge regression of logarithms."""
 
-    def __init__(self, survey: TrialTable) -> None:
+    def __init__(self, table: TrialTable) -> None:
         """Learn from those that have run."""
-        timed = np.flatnonzero(survey.paces > 0)[-_TIMED:]
-        columns = survey.features.shape[1]
+        timed = np.flatnonzero(table.rung_times > 0)[-_TIMED:]
+        columns = table.features.shape[1]
         self._mean, self._centre = 0.0, np.zeros(columns)
         self._slopes = np.zeros(columns)
         if len(timed):
-            rows, logs = survey.features[timed], np.log(survey.paces[timed])
+            rows, logs = table.features[timed], np.log(table.rung_times[timed])
             self._mean, self._centre = float(logs.mean()), rows.mean(axis=0)
             rows = rows - self._centre
             square = rows.T @ rows + _RIDGE * np.eye(columns)
             self._slopes = np.linalg.solve(square, rows.T @ (logs - self._mean))
 
-    def foretell(self, features: Array) -> Array:
+    def predict(self, features: Array) -> Array:
         """Seconds for a rung, for each row."""
         return np.exp(self._mean + (features - self._centre) @ self._slopes)

@@ -27,15 +27,15 @@ def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
 
     False where that one's checkpoint is gone; the run then begins from nothing.
     """
-    story = read_trial_events(parent)
-    step = story.step_of(rung)
-    where = story.checkpoints.get(-1 if step is None else step, "")
+    events = read_trial_events(parent)
+    step = events.step_of(rung)
+    where = events.checkpoints.get(-1 if step is None else step, "")
     source = Path(parent.location(where))
     if not where or "://" in where or not source.is_dir():
         return False
     if not _link_tree(source, require_local(child).directory(Area.CHECKPOINTS) / source.name):
         return False
-    plan = _adapt_plan(parent, child, story)
+    plan = _adapt_plan(parent, child, events)
     if plan is not None:
         write_plan(child, plan)
     return True
@@ -64,7 +64,7 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _adapt_plan(parent: RunStore, child: RunStore, story: TrialEvents) -> Plan | None:
+def _adapt_plan(parent: RunStore, child: RunStore, events: TrialEvents) -> Plan | None:
     """The parent's plan for the child's job; None where the worker had better make its own.
 
     What was measured stays as it was: the child then computes each step exactly as the parent would.
@@ -77,7 +77,7 @@ def _adapt_plan(parent: RunStore, child: RunStore, story: TrialEvents) -> Plan |
     is_other = any(getattr(old, name) != getattr(new, name) for name in _MADE_ANEW)
     if is_other or before.model != after.model or before.data != after.data:
         return None
-    course = find_length(after, samples=story.train_samples, batch=plan.batch)
+    course = find_length(after, samples=events.train_samples, batch=plan.batch)
     updates: dict[str, float] = {
         "steps": course.steps,
         "warmup_steps": course.warmup_steps,
@@ -96,10 +96,10 @@ def _adapt_plan(parent: RunStore, child: RunStore, story: TrialEvents) -> Plan |
             )
         if others.weight_decay != "auto":
             updates["weight_decay"] = others.weight_decay
-    said = {"steps": "steps", "warm-up": "warmup_steps", "learning rate": "lr"}
+    fields = {"steps": "steps", "warm-up": "warmup_steps", "learning rate": "lr"}
     choices = tuple(
-        choice.model_copy(update={"value": f"{updates[said[choice.name]]:g}"})
-        if said.get(choice.name) in updates
+        choice.model_copy(update={"value": f"{updates[fields[choice.name]]:g}"})
+        if fields.get(choice.name) in updates
         else choice
         for choice in plan.choices
     )

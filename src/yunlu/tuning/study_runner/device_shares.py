@@ -95,7 +95,9 @@ class DeviceClaim:
         return -(-max(self.least, 1) // self.multiple) * self.multiple
 
 
-def share_devices(devices: int, claims: Sequence[DeviceClaim], *, aim: Aim = "rung") -> dict[int, int]:
+def share_devices(
+    devices: int, claims: Sequence[DeviceClaim], *, aim: Aim = "rung"
+) -> dict[int, int]:
     """Devices of each trial from now on.
 
     Args:
@@ -171,7 +173,9 @@ def _fit(
     return hosted, queued
 
 
-def _crowd(free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]) -> dict[int, int]:
+def _crowd(
+    free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]
+) -> dict[int, int]:
     """More trials than places: every device is busy anyhow, so small is best.
 
     Who is large shrinks only where being large wastes more device-seconds than a resize does.

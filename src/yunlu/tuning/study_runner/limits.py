@@ -10,20 +10,25 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
     from yunlu.tuning.facts import StudyState, TrialFacts
     from yunlu.tuning.records import Records
+    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 
 
 class StudyLimits:
     """What is left of time and money."""
 
     def __init__(
-        self, records: Records, hosting: SlotAllocation, lives: Mapping[int, WatchedTrial], *, clock_at: float
+        self,
+        records: Records,
+        allocation: SlotAllocation,
+        watched_trials: Mapping[int, WatchedTrial],
+        *,
+        clock_at: float,
     ) -> None:
         """``clock_at`` is when the time began that the deadline counts."""
-        self._records, self._hosting, self._lives = records, hosting, lives
+        self._records, self._allocation, self._watched_trials = records, allocation, watched_trials
         self._clock_at = clock_at
 
     def seconds_left(self) -> float | None:
@@ -33,8 +38,8 @@ class StudyLimits:
 
     def pays_for_start(self) -> bool:
         """Whether there is money for one more trial to get to its first step."""
-        left, starts = self._money_left(), len(self._hosting.queue) + 1
-        return left is None or left >= self._hosting.shared_s(starts * self._hosting.start_s)
+        left, starts = self._money_left(), len(self._allocation.queue) + 1
+        return left is None or left >= self._allocation.wall_s_of(starts * self._allocation.start_s)
 
     def find_end(self, is_asked_to_stop: Callable[[], bool]) -> tuple[StudyState, str] | None:
         """How the study ends now, and why; None while it may go on."""
@@ -49,24 +54,24 @@ class StudyLimits:
         return None
 
     def _time_left(self) -> float | None:
-        deadline = self._records.asked.deadline_s
+        deadline = self._records.request.deadline_s
         return None if deadline is None else self._clock_at + deadline - time.time()
 
     def _money_left(self) -> float | None:
         """In seconds of all devices."""
-        dollars = self._records.asked.dollars
+        dollars = self._records.request.dollars
         if dollars is None:
             return None
         now = time.time()
         spent_s = sum(self._spent_s(facts, now) for facts in self._records.facts())
-        return self._hosting.seconds_for(dollars - (self._hosting.dollars(spent_s) or 0.0))
+        return self._allocation.seconds_for(dollars - (self._allocation.dollars(spent_s) or 0.0))
 
     def _spent_s(self, facts: TrialFacts, now: float) -> float:
-        live = self._lives.get(facts.number)
-        if live is None:
+        watched = self._watched_trials.get(facts.number)
+        if watched is None:
             return facts.device_seconds
-        spent_s = live.story.device_seconds(now)
-        if live.story.state not in {RunState.PENDING, RunState.PLANNING}:
+        spent_s = watched.events.device_seconds(now)
+        if watched.events.state not in {RunState.PENDING, RunState.PLANNING}:
             return spent_s
         # A worker hears that it is to stop when it has started: until then that is as good as spent.
-        return max(spent_s, facts.device_seconds + self._hosting.start_s)
+        return max(spent_s, facts.device_seconds + self._allocation.start_s)

@@ -8,52 +8,54 @@ from typing import TYPE_CHECKING
 from yunlu.tuning.values import Continue, Judgement, StudySnapshot, TrialState, Verdict
 
 if TYPE_CHECKING:
-    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-    from yunlu.tuning.study_runner.limits import StudyLimits
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import Method, Action
+    from yunlu.tuning.study_runner.limits import StudyLimits
+    from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+    from yunlu.tuning.values import Action, Method
 
 
 class MethodDecisions:
     """Asks the method of a study."""
 
-    def __init__(self, records: Records, method: Method, hosting: SlotAllocation, limits: StudyLimits) -> None:
+    def __init__(
+        self, records: Records, method: Method, allocation: SlotAllocation, limits: StudyLimits
+    ) -> None:
         self._records, self._method = records, method
-        self._hosting, self._limits = hosting, limits
+        self._allocation, self._limits = allocation, limits
 
     def choose(self) -> Action:
         """What to do with a free place."""
-        return self._method.choose(self._stand())
+        return self._method.choose(self._snapshot())
 
     def judge(self, number: int) -> Judgement:
         """What becomes of a trial after its newest evaluation; one that goes on has room to."""
-        trial, stand = self._records.trial(number), self._stand()
-        judged = self._method.judge(number, stand)
-        until = max(trial.until, judged.until)
-        verdict = judged.verdict
+        trial, snapshot = self._records.trial(number), self._snapshot()
+        judgement = self._method.judge(number, snapshot)
+        until = max(trial.until, judgement.until)
+        verdict = judgement.verdict
         if verdict is Verdict.GO_ON and until <= trial.rung:
             verdict = Verdict.HOLD
         if verdict is Verdict.HOLD and trial.rung >= trial.until:
             # It waits at the gate: it need not leave where it would be taken up again at once.
-            move = self._method.choose(_as_held(stand, number))
+            move = self._method.choose(_as_held(snapshot, number))
             if isinstance(move, Continue) and move.number == number and move.until > trial.rung:
                 verdict, until = Verdict.GO_ON, move.until
-        return Judgement(verdict, until, judged.reason)
+        return Judgement(verdict, until, judgement.reason)
 
-    def _stand(self) -> StudySnapshot:
-        asked, trials = self._records.asked, self._records.trials()
-        left = None if asked.trials is None else max(asked.trials - len(trials), 0)
+    def _snapshot(self) -> StudySnapshot:
+        request, trials = self._records.request, self._records.trials()
+        left = None if request.trials is None else max(request.trials - len(trials), 0)
         return StudySnapshot(
             trials=trials,
-            rungs=max(asked.rungs, 1),
-            objectives=len(asked.metrics),
+            rungs=max(request.rungs, 1),
+            objectives=len(request.metrics),
             trials_left=left,
             seconds_left=self._limits.seconds_left(),
-            workers=self._hosting.workers,
+            workers=self._allocation.workers,
         )
 
 
-def _as_held(stand: StudySnapshot, number: int) -> StudySnapshot:
-    trials = list(stand.trials)
+def _as_held(snapshot: StudySnapshot, number: int) -> StudySnapshot:
+    trials = list(snapshot.trials)
     trials[number] = replace(trials[number], state=TrialState.HELD)
-    return replace(stand, trials=trials)
+    return replace(snapshot, trials=trials)

@@ -13,24 +13,24 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.study_dir import StudyRequest
+    from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
 
 ALIKE = 3
 """Failures alike, before anything succeeded, that end a study."""
 
 
 def find_values(
-    asked: StudyRequest, story: TrialEvents, found: RungScore, *, dollars: float | None
+    request: StudyRequest, events: TrialEvents, found: RungScore, *, dollars: float | None
 ) -> tuple[float, ...]:
     """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
     figures = found.metrics | {
         "seconds": found.device_seconds,
-        "parameters": float(story.parameters),
+        "parameters": float(events.parameters),
     }
     figures |= {} if dollars is None else {"cost": dollars}
-    for metric in asked.metrics:
+    for metric in request.metrics:
         if metric not in figures:
             raise StudyError(
                 f"{metric} is never reported: the evaluations of this task do not give it",
@@ -38,15 +38,15 @@ def find_values(
             )
     return tuple(
         (-figures[metric] if direction == "maximize" else figures[metric]) + 0.0
-        for metric, direction in zip(asked.metrics, asked.directions, strict=True)
+        for metric, direction in zip(request.metrics, request.directions, strict=True)
     )
 
 
-def check_metrics_reported(asked: StudyRequest, story: TrialEvents) -> None:
+def check_metrics_reported(request: StudyRequest, events: TrialEvents) -> None:
     """A run whose plan has no evaluations will never report anything."""
-    if story.plan and not story.plan.evaluate_every:
+    if events.plan and not events.plan.evaluate_every:
         raise StudyError(
-            f"{asked.metrics[0]} is never reported: the job has no evaluations on validation data",
+            f"{request.metrics[0]} is never reported: the job has no evaluations on validation data",
             hint="name data.validation or hold out a share (data.split.validation), "
             "and set train.evaluate to steps or epoch",
         )

@@ -11,29 +11,29 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.run import new_record, detect_lost
+from yunlu.jobs.run import detect_lost, new_record
 from yunlu.runs.run_store import Log, log_end
 from yunlu.runs.states import RunState
-from yunlu.tuning.study_runner.method_decisions import MethodDecisions
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.limits import StudyLimits
-from yunlu.tuning.study_runner.watched_trial import WatchedTrial
-from yunlu.tuning.study_runner.objectives import find_values, check_metrics_reported
+from yunlu.tuning.study_runner.method_decisions import MethodDecisions
+from yunlu.tuning.study_runner.objectives import check_metrics_reported, find_values
+from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
 from yunlu.tuning.study_runner.trial_completion import TrialCompletion
-from yunlu.tuning.study_runner.trial_start import TrialStarter
 from yunlu.tuning.study_runner.trial_events import TrialEvents, has_finished
 from yunlu.tuning.study_runner.trial_runs import (
     find_run,
     read_verdict,
     write_verdict,
 )
-from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.study_runner.trial_start import TrialStarter
+from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 from yunlu.tuning.values import (
-    StartTrial,
-    EndStudy,
     Continue,
+    EndStudy,
     Judgement,
     Point,
+    StartTrial,
     TrialState,
     Verdict,
     WaitForResults,
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.study_runner.slot_allocation import Elastic
-    from yunlu.tuning.study_runner.slots import Slots
-    from yunlu.tuning.study_runner.trial_events import RungScore
     from yunlu.tuning.facts import StudyState, StudyView
     from yunlu.tuning.records import Records
     from yunlu.tuning.study_dir import StudyStatus
+    from yunlu.tuning.study_runner.slot_allocation import Elastic
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.trial_events import RungScore
     from yunlu.tuning.values import Method
 
-_BEAT_S = 0.03
+_TICK_S = 0.03
 _ALIVE_S = 1.0
 """How often it is asked whether the workers are still there."""
 _SHOW_S = 0.2
@@ -74,7 +74,7 @@ def run_to_end(
     records: Records,
     *,
     method: Method,
-    places: Slots,
+    slots: Slots,
     on_change: Callable[[StudyView], None] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     elastic: Elastic = "auto",
@@ -90,8 +90,8 @@ def run_to_end(
         elastic: Whether trials may get more devices, and give them up again, while they run; ``auto``
             where they are long enough.
     """
-    with records.dir.conducting():
-        conductor = StudyRunner(records, method, places, elastic=elastic, on_change=on_change)
+    with records.dir.locked_by_runner():
+        conductor = StudyRunner(records, method, slots, elastic=elastic, on_change=on_change)
         return conductor.run(is_asked_to_stop)
 
 
@@ -102,17 +102,19 @@ class StudyRunner:
         self,
         records: Records,
         method: Method,
-        places: Slots,
+        slots: Slots,
         *,
         elastic: Elastic = "auto",
         on_change: Callable[[StudyView], None] | None = None,
     ) -> None:
-        self._records, self._places = records, places
+        self._records, self._slots = records, slots
         self._on_change = on_change
-        self._live: dict[int, WatchedTrial] = {}
-        self._hosting = SlotAllocation(records, method, places, elastic=elastic)
-        self._starter = TrialStarter(records, places)
-        self._rests = TrialCompletion(records, self._hosting, places, self._starter, self._live)
+        self._watched: dict[int, WatchedTrial] = {}
+        self._allocation = SlotAllocation(records, method, slots, elastic=elastic)
+        self._starter = TrialStarter(records, slots)
+        self._completion = TrialCompletion(
+            records, self._allocation, slots, self._starter, self._watched
+        )
         self._has_news = True
         """Whether anything happened since the method last had nothing to do."""
         self._shown_at = 0.0
@@ -121,8 +123,10 @@ class StudyRunner:
         self._is_exhausted = ""
         """Why nothing more begins."""
         self._status: StudyStatus = records.dir.read_status()
-        self._limits = StudyLimits(records, self._hosting, self._live, clock_at=self._find_clock())
-        self._decider = MethodDecisions(records, method, self._hosting, self._limits)
+        self._limits = StudyLimits(
+            records, self._allocation, self._watched, clock_at=self._find_clock()
+        )
+        self._decider = MethodDecisions(records, method, self._allocation, self._limits)
 
     # The whole.
 
@@ -130,19 +134,19 @@ class StudyRunner:
         """Beat until the study is over."""
         clock_at = self._find_clock()
         began_at = self._status.began_at or clock_at
-        rested_s = self._status.after_rest(time.time())
-        about = {"began_at": began_at, "clock_at": clock_at, "rested_s": rested_s}
+        idle_s = self._status.idle_until(time.time())
+        about = {"began_at": began_at, "clock_at": clock_at, "idle_s": idle_s}
         self._note("running", "", ended_at=None, **about)
         try:
-            self._adopt()
+            self._recover()
             while self._end is None:
-                self._beat(is_asked_to_stop)
+                self._tick(is_asked_to_stop)
             state, reason = self._end
-            self._wind_up(reason)
+            self._hold_all(reason)
         except BaseException as error:
             words = error.message if isinstance(error, StudyError) else f"{error!r}"
             if isinstance(error, StudyError):
-                self._give_up()
+                self._stop_all()
             is_own = isinstance(error, (StudyError, Exception))
             self._note("failed" if is_own else "stopped", words, ended_at=time.time())
             raise
@@ -157,24 +161,24 @@ class StudyRunner:
         return status.clock_at or time.time() if is_cut_off else time.time()
 
     def _note(self, state: StudyState, reason: str, **updates: Any) -> None:
-        about = {"state": state, "reason": reason, "devices": self._places.devices, **updates}
+        about = {"state": state, "reason": reason, "devices": self._slots.devices, **updates}
         self._status = self._status.model_copy(update=about)
         self._records.dir.write_status(self._status)
 
-    def _beat(self, is_asked_to_stop: Callable[[], bool]) -> None:
-        for live in [*self._live.values()]:
-            self._hear(live)
+    def _tick(self, is_asked_to_stop: Callable[[], bool]) -> None:
+        for watched in [*self._watched.values()]:
+            self._receive(watched)
         self._end = self._limits.find_end(is_asked_to_stop)
         if self._end is None:
             self._start_more()
-        if self._end is None and not self._live and not self._hosting.queue:
+        if self._end is None and not self._watched and not self._allocation.queue:
             self._end = ("finished", self._is_exhausted or "nothing more is worth trying")
         if self._end is None:
-            self._hosting.share([*self._live.values()])
-            for number, run in self._hosting.start_queued([*self._live.values()]):
+            self._allocation.rebalance([*self._watched.values()])
+            for number, run in self._allocation.start_queued([*self._watched.values()]):
                 self._watch(number, run)
             self._show()
-            time.sleep(_BEAT_S)
+            time.sleep(_TICK_S)
 
     def _show(self, *, always: bool = False) -> None:
         if self._on_change is None or (not always and time.time() - self._shown_at < _SHOW_S):
@@ -184,7 +188,7 @@ class StudyRunner:
 
     # Loading: what the runs tell.
 
-    def _adopt(self) -> None:
+    def _recover(self) -> None:
         """Take over what an earlier conductor left: running, held, or recorded and never begun."""
         for facts in self._records.facts():
             trial = facts.trial
@@ -196,108 +200,114 @@ class StudyRunner:
                     reason = f"its run {facts.run} was removed"
                     self._records.end(trial.number, TrialState.FAILED, error=reason)
                 else:
-                    self._hosting.enqueue(trial.number, self._starter.make_run(trial.number))
+                    self._allocation.enqueue(trial.number, self._starter.make_run(trial.number))
                 continue
             is_cut_off = trial.state is TrialState.HELD and trial.rung < trial.until
             if trial.state is TrialState.HELD and not (is_cut_off or has_finished(run)):
                 continue
-            live = self._watch(trial.number, run)
+            watched = self._watch(trial.number, run)
             before = trial.rung
             if trial.state is TrialState.HELD:
                 self._records.change_trial(trial.number, state=TrialState.RUNNING)
-            live.ruled = next((k for k in ("prune", "hold") if k in read_verdict(run)), "")
+            watched.verdict_sent = next(
+                (k for k in ("prune", "hold") if k in read_verdict(run)), ""
+            )
             if is_cut_off:
-                live.ruled = ""
-            self._hear(live)
+                watched.verdict_sent = ""
+            self._receive(watched)
             now = self._records.trial(trial.number)
-            if trial.number in self._live and 0 < now.rung == before < self._total(live):
-                self._judge(live)  # it may have been killed before it had said so
+            if trial.number in self._watched and 0 < now.rung == before < self._total(watched):
+                self._judge(watched)  # it may have been killed before it had said so
 
     def _watch(self, number: int, run: RunStore) -> WatchedTrial:
-        live = self._live.get(number)
-        if live is None:
+        watched = self._watched.get(number)
+        if watched is None:
             record = new_record(run)
             assert record is not None
             devices = self._records.facts()[number].devices or 1
-            story = TrialEvents(devices=devices)
-            live = self._live[number] = WatchedTrial(number=number, run=run, record=record, story=story)
-        live.ruled = ""
-        return live
+            events = TrialEvents(devices=devices)
+            watched = self._watched[number] = WatchedTrial(
+                number=number, run=run, record=record, events=events
+            )
+        watched.verdict_sent = ""
+        return watched
 
-    def _hear(self, live: WatchedTrial) -> None:
+    def _receive(self, watched: WatchedTrial) -> None:
         """Take in what a run has told since; a look at the size of a file where that is nothing."""
         now = time.monotonic()
-        if now - live.looked_at > _ALIVE_S:
-            live.looked_at = now
-            live.record = detect_lost(live.run, live.record)
-        size = log_end(live.run, Log.EVENTS)
+        if now - watched.checked_at > _ALIVE_S:
+            watched.checked_at = now
+            watched.record = detect_lost(watched.run, watched.record)
+        size = log_end(watched.run, Log.EVENTS)
         if not size:
-            self._rests.forget(live)
-            self._records.end(live.number, TrialState.FAILED, error="its run was removed")
+            self._completion.forget(watched)
+            self._records.end(watched.number, TrialState.FAILED, error="its run was removed")
             return
-        if size <= live.story.offset:
+        if size <= watched.events.offset:
             return
-        for event, offset in live.run.read_events(offset=live.story.offset):
-            found = live.story.take(event)
-            live.story.offset = offset
+        for event, offset in watched.run.read_events(offset=watched.events.offset):
+            found = watched.events.take(event)
+            watched.events.offset = offset
             if found is not None:
-                self._take_evaluation(live, found)
-        self._check_plan(live)
-        if not live.story.state.is_active:
+                self._take_evaluation(watched, found)
+        self._check_plan(watched)
+        if not watched.events.state.is_active:
             self._has_news = True
-            self._rests.take(live, is_ending=self._end is not None)
+            self._completion.take(watched, is_ending=self._end is not None)
 
-    def _check_plan(self, live: WatchedTrial) -> None:
-        check_metrics_reported(self._records.asked, live.story)
-        if live.story.rungs > self._records.asked.rungs:
-            self._records.change(rungs=live.story.rungs)
+    def _check_plan(self, watched: WatchedTrial) -> None:
+        check_metrics_reported(self._records.request, watched.events)
+        if watched.events.rungs > self._records.request.rungs:
+            self._records.change(rungs=watched.events.rungs)
 
-    def _total(self, live: WatchedTrial) -> int:
-        return live.story.rungs or self._records.asked.rungs
+    def _total(self, watched: WatchedTrial) -> int:
+        return watched.events.rungs or self._records.request.rungs
 
-    def _take_evaluation(self, live: WatchedTrial, found: RungScore) -> None:
-        trial = self._records.trial(live.number)
+    def _take_evaluation(self, watched: WatchedTrial, found: RungScore) -> None:
+        trial = self._records.trial(watched.number)
         if found.rung <= trial.rung or trial.state.is_over:
             return  # made again after a crash: the same
         spent_s = found.device_seconds
-        dollars = self._hosting.dollars(spent_s)
-        values = find_values(self._records.asked, live.story, found, dollars=dollars)
+        dollars = self._allocation.dollars(spent_s)
+        values = find_values(self._records.request, watched.events, found, dollars=dollars)
         self._records.add_point(
-            live.number,
+            watched.number,
             Point(found.rung, values, spent_s),
             at=found.at,
             device_seconds=spent_s,
             dollars=dollars,
-            devices=live.story.devices,
+            devices=watched.events.devices,
         )
-        self._has_news, live.lost = True, 0
-        if found.rung < self._total(live) and not live.ruled and self._end is None:
-            self._judge(live)
+        self._has_news, watched.lost = True, 0
+        if found.rung < self._total(watched) and not watched.verdict_sent and self._end is None:
+            self._judge(watched)
 
     # Deciding.
 
-    def _judge(self, live: WatchedTrial) -> None:
-        judged = self._decider.judge(live.number)
-        if judged.verdict is not Verdict.GO_ON:
-            self._rule(live, judged)
-        elif judged.until > self._records.trial(live.number).until:
-            self._records.change_trial(live.number, until=judged.until)
-            write_verdict(live.run, {"until": judged.until})
+    def _judge(self, watched: WatchedTrial) -> None:
+        judgement = self._decider.judge(watched.number)
+        if judgement.verdict is not Verdict.GO_ON:
+            self._send_verdict(watched, judgement)
+        elif judgement.until > self._records.trial(watched.number).until:
+            self._records.change_trial(watched.number, until=judgement.until)
+            write_verdict(watched.run, {"until": judgement.until})
 
-    def _rule(self, live: WatchedTrial, judged: Judgement) -> None:
-        kind = live.ruled = "prune" if judged.verdict is Verdict.PRUNE else "hold"
-        self._places.let_go(live.run, for_good=kind == "prune")
-        write_verdict(live.run, {kind: judged.reason})
-        if self._hosting.is_deaf:  # workers that do not wait for each other know no gate
-            self._places.stop(live.run, now=kind == "prune")
+    def _send_verdict(self, watched: WatchedTrial, judgement: Judgement) -> None:
+        kind = watched.verdict_sent = "prune" if judgement.verdict is Verdict.PRUNE else "hold"
+        self._slots.release(watched.run, for_good=kind == "prune")
+        write_verdict(watched.run, {kind: judgement.reason})
+        if (
+            self._allocation.ignores_verdicts
+        ):  # workers that do not wait for each other know no gate
+            self._slots.stop(watched.run, now=kind == "prune")
 
     def _start_more(self) -> None:
         """Ask the method what to do with the places that are free, until it has nothing more."""
         while self._has_news and self._end is None:
-            if len(self._live) + len(self._hosting.queue) >= self._hosting.workers:
+            if len(self._watched) + len(self._allocation.queue) >= self._allocation.workers:
                 return
             if not self._limits.pays_for_start():
-                if not self._live and not self._hosting.queue:
+                if not self._watched and not self._allocation.queue:
                     self._end = ("finished", "what is left of the budget does not pay for a start")
                 return
             move = self._decider.choose()
@@ -306,7 +316,7 @@ class StudyRunner:
                     if not self._begin(move):
                         self._has_news = False
                 case Continue(number=number, until=until):
-                    self._go_on(number, until)
+                    self._continue(number, until)
                 case WaitForResults():
                     self._has_news = False
                 case EndStudy(reason=reason):
@@ -314,9 +324,9 @@ class StudyRunner:
 
     def _begin(self, move: StartTrial) -> bool:
         """Begin a trial; false where no more may."""
-        asked = self._records.asked
-        if asked.trials is not None and len(self._records.facts()) >= asked.trials:
-            self._is_exhausted = f"{asked.trials} trials were asked for"
+        request = self._records.request
+        if request.trials is not None and len(self._records.facts()) >= request.trials:
+            self._is_exhausted = f"{request.trials} trials were asked for"
             return False
         if self._starter.repeats(move):
             self._repeats += 1
@@ -325,10 +335,10 @@ class StudyRunner:
             return self._repeats < _REPEATS
         self._repeats = 0
         number = self._starter.begin(move)
-        self._hosting.enqueue(number, self._starter.make_run(number))
+        self._allocation.enqueue(number, self._starter.make_run(number))
         return True
 
-    def _go_on(self, number: int, until: int) -> None:
+    def _continue(self, number: int, until: int) -> None:
         trial = self._records.trial(number)
         if trial.state.is_over or until <= trial.rung:
             raise StudyError(
@@ -340,40 +350,42 @@ class StudyRunner:
                 self._records.end(number, TrialState.FAILED, error="its run was removed")
                 return
             self._records.change_trial(number, state=TrialState.RUNNING, until=until, reason="")
-            self._hosting.enqueue(number, run)
+            self._allocation.enqueue(number, run)
         elif until > trial.until:
             self._records.change_trial(number, until=until)
-            live = self._live.get(number)
-            if live is not None and not live.ruled:
-                write_verdict(live.run, {"until": until})
+            watched = self._watched.get(number)
+            if watched is not None and not watched.verdict_sent:
+                write_verdict(watched.run, {"until": until})
 
     # The end.
 
-    def _wind_up(self, reason: str) -> None:
+    def _hold_all(self, reason: str) -> None:
         """Hold what runs, and wait until it has saved."""
-        for number in self._hosting.clear():
+        for number in self._allocation.clear():
             self._records.change_trial(number, state=TrialState.HELD, reason="not begun")
-        for live in self._live.values():
-            if live.ruled:
+        for watched in self._watched.values():
+            if watched.verdict_sent:
                 continue
-            self._rule(live, Judgement(Verdict.HOLD, reason=reason))
-            if live.story.state in {RunState.PENDING, RunState.PLANNING}:
-                self._places.stop(live.run)
+            self._send_verdict(watched, Judgement(Verdict.HOLD, reason=reason))
+            if watched.events.state in {RunState.PENDING, RunState.PLANNING}:
+                self._slots.stop(watched.run)
         deadline = time.monotonic() + _LEAVE_S
-        while self._live:
-            for live in [*self._live.values()]:
-                self._hear(live)
-            if self._live and time.monotonic() > deadline:
-                self._give_up()
-            time.sleep(_BEAT_S)
+        while self._watched:
+            for watched in [*self._watched.values()]:
+                self._receive(watched)
+            if self._watched and time.monotonic() > deadline:
+                self._stop_all()
+            time.sleep(_TICK_S)
         for facts in self._records.facts():
             run = find_run(facts.run) if facts.run else None
             if facts.state is TrialState.HELD and run is not None:
                 write_verdict(run, {})  # whoever resumes the run by hand trains it to its end
 
-    def _give_up(self) -> None:
+    def _stop_all(self) -> None:
         """End what still runs, at once."""
-        for live in [*self._live.values()]:
-            self._places.stop(live.run, now=True)
-            self._rests.forget(live)
-            self._records.change_trial(live.number, state=TrialState.HELD, reason="ended at once")
+        for watched in [*self._watched.values()]:
+            self._slots.stop(watched.run, now=True)
+            self._completion.forget(watched)
+            self._records.change_trial(
+                watched.number, state=TrialState.HELD, reason="ended at once"
+            )

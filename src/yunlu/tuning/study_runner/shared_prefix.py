@@ -44,17 +44,17 @@ def can_share_prefix(dimensions: Sequence[Dimension]) -> bool:
     return bool(late) and all(_may_agree(dimension) for dimension in others)
 
 
-def shared_rung(one: Job, other: Job, story: TrialEvents) -> int:
+def shared_rung(one: Job, other: Job, events: TrialEvents) -> int:
     """The last evaluation of the run of ``one`` from whose checkpoint ``other`` can go on; 0: none."""
-    every = story.plan.evaluate_every if story.plan else 0
-    if story.plan is None or not every or not story.train_samples:
+    every = events.plan.evaluate_every if events.plan else 0
+    if events.plan is None or not every or not events.train_samples:
         return 0
-    steps = shared_steps(one, other, samples=story.train_samples, plan=story.plan)
+    steps = shared_steps(one, other, samples=events.train_samples, plan=events.plan)
     rungs = [
         rung
-        for rung, found in story.evaluated.items()
+        for rung, found in events.evaluated.items()
         # One that was made because the run ended there is none of the other job.
-        if found.step <= steps and found.step % every == 0 and found.step in story.checkpoints
+        if found.step <= steps and found.step % every == 0 and found.step in events.checkpoints
     ]
     return max(rungs, default=0)
 
@@ -70,7 +70,7 @@ def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
     if "plateau" in {spec.name for spec in specs} and specs[0] != specs[1]:
         return 0
     stride = -(-least // _LOOKS)
-    places = range(0, least, stride)
+    slots = range(0, least, stride)
 
     def is_alike(step: int) -> bool:
         first, second = (
@@ -79,8 +79,8 @@ def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
         )
         return first == second
 
-    alike = [*takewhile(is_alike, places)]
-    if len(alike) == len(places):
+    alike = [*takewhile(is_alike, slots)]
+    if len(alike) == len(slots):
         return least
     return alike[-1] + 1 if alike else 0
 

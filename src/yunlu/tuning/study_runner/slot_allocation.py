@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Literal
 from yunlu.core.errors import StoreError
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.runs.states import RunState
-from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
+from yunlu.tuning.rungs import find_size
 from yunlu.tuning.study_runner.device_shares import find_promises, share_devices
 from yunlu.tuning.study_runner.trial_runs import write_verdict
-from yunlu.tuning.rungs import find_size
+from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
-    from yunlu.tuning.study_runner.slots import Slots
-    from yunlu.tuning.study_runner.device_shares import Aim, DeviceClaim
     from yunlu.tuning.records import Records
+    from yunlu.tuning.study_runner.device_shares import Aim, DeviceClaim
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.watched_trial import WatchedTrial
     from yunlu.tuning.values import Method
 
 Elastic = bool | Literal["auto"]
@@ -38,32 +38,32 @@ class SlotAllocation:
     """Gives trials devices, and asks for them back."""
 
     def __init__(
-        self, records: Records, method: Method, places: Slots, *, elastic: Elastic = "auto"
+        self, records: Records, method: Method, slots: Slots, *, elastic: Elastic = "auto"
     ) -> None:
-        asked = records.asked
-        assert asked.job is not None
-        self._records, self._places, self._elastic = records, places, elastic
+        request = records.request
+        assert request.job is not None
+        self._records, self._slots, self._elastic = records, slots, elastic
         self._aim: Aim = getattr(method, "aim", "best")
-        self._least, self._is_fixed = find_size(asked.job)
-        if self._least > places.devices:
+        self._least, self._is_fixed = find_size(request.job)
+        if self._least > slots.devices:
             raise StoreError(
-                f"a trial needs {self._least} devices, and there are {places.devices}",
+                f"a trial needs {self._least} devices, and there are {slots.devices}",
                 hint="lower devices in the job, or give the study more (--devices)",
             )
-        most = places.devices // self._least
-        self.workers = min(asked.parallel or most, most)
+        most = slots.devices // self._least
+        self.workers = min(request.parallel or most, most)
         """Trials that can run at once."""
-        self.is_deaf = asked.job.communication.method == "asynchronous"
+        self.ignores_verdicts = request.job.communication.method == "asynchronous"
         self.queue: dict[int, RunStore] = {}
         """Trials that wait for devices, by number."""
-        self._paces = TrialSpeeds(rungs=max(asked.rungs, 1))
+        self._speeds = TrialSpeeds(rungs=max(request.rungs, 1))
         self._given: dict[str, int] = {}
         self._leaving: list[RunStore] = []
         self._refused_at: dict[int, float] = {}
         self._shares: dict[int, int] = {}
-        self._shared_at = -inf
-        price = asked.dollars_per_hour
-        self._device_price = None if price is None else price / places.devices / 3600
+        self._rebalanced_at = -inf
+        price = request.dollars_per_hour
+        self._device_price = None if price is None else price / slots.devices / 3600
         self.start_s = (usual_start_s() or 0.0) * self._least
         """Of one device, until a trial makes its first step; 0 where no earlier run tells."""
 
@@ -75,24 +75,24 @@ class SlotAllocation:
 
     def seconds_for(self, dollars: float) -> float:
         """How long all devices can be had for so much."""
-        return self.shared_s(dollars / (self._device_price or inf))
+        return self.wall_s_of(dollars / (self._device_price or inf))
 
-    def shared_s(self, device_seconds: float) -> float:
+    def wall_s_of(self, device_seconds: float) -> float:
         """How long all devices together take for what one does in so many seconds."""
-        return device_seconds / self._places.devices
+        return device_seconds / self._slots.devices
 
     # Waiting for devices.
 
     def enqueue(self, number: int, run: RunStore) -> None:
         """A trial is to begin, or to go on, as soon as there are devices for it."""
         self.queue[number] = run
-        self._shared_at = -inf
+        self._rebalanced_at = -inf
 
     def leave(self, run: RunStore) -> None:
         """A run is over, but for its last processes."""
         if self._given.pop(run.id, None) is not None:
             self._leaving.append(run)
-        self._shared_at = -inf
+        self._rebalanced_at = -inf
 
     def clear(self) -> list[int]:
         """Nobody waits any more; who did."""
@@ -100,12 +100,12 @@ class SlotAllocation:
         self.queue.clear()
         return waited
 
-    def start_queued(self, lives: Sequence[WatchedTrial]) -> list[tuple[int, RunStore]]:
+    def start_queued(self, watched_trials: Sequence[WatchedTrial]) -> list[tuple[int, RunStore]]:
         """Start those for whom there are devices now."""
         if not self.queue:
             return []
         started: list[tuple[int, RunStore]] = []
-        free = self._places.devices - self._taken(lives)
+        free = self._slots.devices - self._taken(watched_trials)
         for number, run in [*self.queue.items()]:
             devices = self._find_size(number)
             if devices > free and self._leaving:
@@ -113,7 +113,7 @@ class SlotAllocation:
             devices = devices if devices <= free else self._least
             if devices > free:
                 break  # in their order: who needs more is not passed by
-            if self._places.held(run) or not self._start(number, run, devices):
+            if self._slots.held(run) or not self._start(number, run, devices):
                 continue  # what is left of its life before is just leaving
             free -= devices
             del self.queue[number]
@@ -123,16 +123,16 @@ class SlotAllocation:
     def _find_size(self, number: int) -> int:
         """As it was shared out; several workers start for longer than one, which a short way does not repay."""
         trial, share = self._records.trial(number), self._shares.get(number, 0)
-        left_s = self._paces.rung_s(number) * (trial.until - trial.rung)
-        is_short = self._is_measured() and left_s < self._paces.start_s
-        return self._least if self._elastic == "auto" and is_short else max(share_devices, self._least)
+        left_s = self._speeds.rung_s(number) * (trial.until - trial.rung)
+        is_short = self._is_measured() and left_s < self._speeds.start_s
+        return self._least if self._elastic == "auto" and is_short else max(share, self._least)
 
     def _start(self, number: int, run: RunStore, devices: int) -> bool:
         trial = self._records.trial(number)
         write_verdict(run, {"until": trial.until})
-        most = self._places.devices if self._may_grow(number) else devices
+        most = self._slots.devices if self._may_grow(number) else devices
         try:
-            self._places.start(run, devices, most=most, promise=self._promise(number))
+            self._slots.start(run, devices, most=most, promise=self._promise(number))
         except StoreError:
             refused_at = self._refused_at.setdefault(number, time.monotonic())
             if time.monotonic() - refused_at < _TRY_S:
@@ -143,63 +143,67 @@ class SlotAllocation:
         self._records.change_trial(number, state=TrialState.RUNNING, devices=devices)
         return True
 
-    def _taken(self, lives: Sequence[WatchedTrial]) -> int:
-        self._leaving = [run for run in self._leaving if self._places.held(run)]
-        here = {live.run.id: live.run for live in lives if live.number not in self.queue}
+    def _taken(self, watched_trials: Sequence[WatchedTrial]) -> int:
+        self._leaving = [run for run in self._leaving if self._slots.held(run)]
+        here = {
+            watched.run.id: watched.run
+            for watched in watched_trials
+            if watched.number not in self.queue
+        }
         return sum(
-            max(self._places.held(run), self._given.get(run.id, 0)) for run in here.values()
-        ) + sum(self._places.held(run) for run in self._leaving)
+            max(self._slots.held(run), self._given.get(run.id, 0)) for run in here.values()
+        ) + sum(self._slots.held(run) for run in self._leaving)
 
     # Sharing them out.
 
-    def share_devices(self, lives: Sequence[WatchedTrial]) -> None:
+    def rebalance(self, watched_trials: Sequence[WatchedTrial]) -> None:
         """Give the devices that are free to those who make most of them."""
         now = time.monotonic()
-        if now - self._shared_at < _SHARE_S or not self._is_elastic():
+        if now - self._rebalanced_at < _SHARE_S or not self._is_elastic():
             return
-        self._shared_at = now
-        self._paces.look((live.number, live.run) for live in lives)
+        self._rebalanced_at = now
+        self._speeds.observe((watched.number, watched.run) for watched in watched_trials)
         promises = find_promises(self._records.trials())
-        running = [live for live in lives if live.number not in self.queue]
-        claims = [self._claim(live, promises) for live in running]
+        running = [watched for watched in watched_trials if watched.number not in self.queue]
+        claims = [self._claim(watched, promises) for watched in running]
         claims += [
-            self._paces.claim(
+            self._speeds.claim(
                 self._records.trial(number), held=0, promise=promises[number], least=self._least
             )
             for number in self.queue
         ]
-        self._shares = share_devices(self._places.devices, claims, aim=self._aim)
-        free = self._places.devices - self._taken(lives)
+        self._shares = share_devices(self._slots.devices, claims, aim=self._aim)
+        free = self._slots.devices - self._taken(watched_trials)
         changes = [
-            (self._shares[claim.number] - claim.held, live)
-            for claim, live in zip(claims, running, strict=False)
+            (self._shares[claim.number] - claim.held, watched)
+            for claim, watched in zip(claims, running, strict=False)
             if self._shares[claim.number] != claim.held and not claim.is_pinned
         ]
-        for more, live in sorted(changes, key=lambda change: change[0]):  # who shrinks is first
-            devices = self._shares[live.number]
-            if more <= free and self._places.resize(
-                live.run, devices, promise=promises[live.number]
+        for more, watched in sorted(changes, key=lambda change: change[0]):  # who shrinks is first
+            devices = self._shares[watched.number]
+            if more <= free and self._slots.resize(
+                watched.run, devices, promise=promises[watched.number]
             ):
                 free -= max(more, 0)  # what shrinks is free when it has shrunk
-                self._given[live.run.id] = devices
-                self._records.change_trial(live.number, devices=devices)
+                self._given[watched.run.id] = devices
+                self._records.change_trial(watched.number, devices=devices)
 
-    def _claim(self, live: WatchedTrial, promises: dict[int, float]) -> DeviceClaim:
-        trial = self._records.trial(live.number)
-        held = self._given.get(live.run.id) or self._places.held(live.run) or self._least
-        is_moving = live.story.state is not RunState.RUNNING or bool(live.ruled)
-        usable = self._places.usable(live.run)
-        return self._paces.claim(
+    def _claim(self, watched: WatchedTrial, promises: dict[int, float]) -> DeviceClaim:
+        trial = self._records.trial(watched.number)
+        held = self._given.get(watched.run.id) or self._slots.held(watched.run) or self._least
+        is_moving = watched.events.state is not RunState.RUNNING or bool(watched.verdict_sent)
+        usable = self._slots.usable(watched.run)
+        return self._speeds.claim(
             trial,
             held=held,
-            promise=promises[live.number],
+            promise=promises[watched.number],
             least=self._least,
-            most=self._places.devices if usable is None else max(usable, self._least),
+            most=self._slots.devices if usable is None else max(usable, self._least),
             is_pinned=is_moving or usable is None or trial.rung >= trial.until,
         )
 
     def _is_elastic(self) -> bool:
-        return bool(self._elastic) and not self._is_fixed and self._places.devices > self._least
+        return bool(self._elastic) and not self._is_fixed and self._slots.devices > self._least
 
     def _may_grow(self, number: int) -> bool:
         """Whether it starts as a crew that others can join, which takes longer than one worker alone."""
@@ -207,8 +211,8 @@ class SlotAllocation:
             return False
         if self._elastic is True:
             return True
-        whole_s = self._paces.rung_s(number) * max(self._records.asked.rungs, 1)
-        return self._is_measured() and whole_s > _WORTH * self._paces.start_s
+        whole_s = self._speeds.rung_s(number) * max(self._records.request.rungs, 1)
+        return self._is_measured() and whole_s > _WORTH * self._speeds.start_s
 
     def _is_measured(self) -> bool:
         return any(facts.points for facts in self._records.facts())

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.errors import StoreError
 from yunlu.executors import cpu_limits
-from yunlu.executors.registry import open_executor
 from yunlu.executors.lease_record import read_record as read_leases
+from yunlu.executors.registry import open_executor
 from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import lifecycle
@@ -25,12 +25,12 @@ from yunlu.runs.documents import read_job
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
+from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.control import find_service
 from yunlu.scheduler.executor_adapter import ExecutorAdapter, NotNowError
 from yunlu.scheduler.pool_store import PoolStore
+from yunlu.scheduler.queue import QueueEntry, change_entry, job_signature, read_entry, requeue
 from yunlu.scheduler.resource_request import make_request
-from yunlu.scheduler.allocation_record import read_allocation
-from yunlu.scheduler.queue import QueueEntry, change_entry, requeue, read_entry, job_signature
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Slots(Protocol):
         """The most that its model and batch can be split over; None until that is known."""
         ...
 
-    def let_go(self, run: RunStore, *, for_good: bool) -> None:
+    def release(self, run: RunStore, *, for_good: bool) -> None:
         """It will end by itself, at a rung: nobody is to start it again before we do."""
         ...
 
@@ -125,11 +125,11 @@ class LocalSlots:
     def __init__(self, devices: int | None = None) -> None:
         """Takes as many devices as there are GPUs, or cores, where no number is given."""
         address = "local" if devices is None else f"local://?devices={devices}"
-        self._hands = ExecutorAdapter(open_executor(address))
-        self._node = self._hands.nodes()[0]
+        self._adapter = ExecutorAdapter(open_executor(address))
+        self._node = self._adapter.nodes()[0]
         self._most: dict[str, int] = {}
-        self._sent_off: dict[str, float] = {}
-        self._wished: dict[str, tuple[float, float]] = {}
+        self._stopped_at: dict[str, float] = {}
+        self._growth_wish: dict[str, tuple[float, float]] = {}
         """Since when, and until when, a trial was to grow."""
 
     @property
@@ -150,45 +150,51 @@ class LocalSlots:
         if devices == most == 1 and not count_gpus():
             self._start_light(run)
         else:
-            self._hands.start(run, self._placement(devices))
+            self._adapter.start(run, self._placement(devices))
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Places.resize``: live, or by a stop from which it is to be started again."""
         del promise
-        sight, crew = self._hands.look(run), read_worker_group(run)
+        observation, worker_group = self._adapter.look(run), read_worker_group(run)
         must_restart = restarts_on_resize(run)
-        if sight.state is not RunState.RUNNING or not (must_restart or sight.is_resizable):
+        if observation.state is not RunState.RUNNING or not (
+            must_restart or observation.is_resizable
+        ):
             return False
-        held = max(sight.devices, 1) if must_restart or crew is None else crew.target
+        held = (
+            max(observation.devices, 1)
+            if must_restart or worker_group is None
+            else worker_group.target
+        )
         if held == devices:
             return True  # asked before, and about to happen
         if devices > held and not self._has_lasted(run):
             return False
         if must_restart:
-            return self._send_off(run)
+            return self._stop_to_restart(run)
         try:
-            return self._hands.resize(run, self._placement(devices))
+            return self._adapter.resize(run, self._placement(devices))
         except NotNowError:
             return False
 
     def held(self, run: RunStore) -> int:
         """As ``Places.held``."""
-        sight = self._hands.look(run)
-        if sight.is_alive:
-            return max(sight.devices, 1)
+        observation = self._adapter.look(run)
+        if observation.is_alive:
+            return max(observation.devices, 1)
         cpu_limits.forget(run.id)
         return 0
 
     def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``."""
         if read_leases(run) is not None:
-            return self._hands.look(run).usable
+            return self._adapter.look(run).usable
         if run.id not in self._most:
             job = read_job(run)
             self._most[run.id] = min(make_request(job).most, self.devices)
         return self._most[run.id]
 
-    def let_go(self, run: RunStore, *, for_good: bool) -> None:
+    def release(self, run: RunStore, *, for_good: bool) -> None:
         """As ``Places.let_go``: nobody else starts anything here."""
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
@@ -212,17 +218,17 @@ class LocalSlots:
         Between one trial's end and another's beginning devices seem free that are not.
         """
         now = time.monotonic()
-        first, last = self._wished.get(run.id, (now, now))
+        first, last = self._growth_wish.get(run.id, (now, now))
         first = now if now - last > _CALM_S else first
-        self._wished[run.id] = (first, now)
+        self._growth_wish[run.id] = (first, now)
         return now - first >= _CALM_S
 
-    def _send_off(self, run: RunStore) -> bool:
+    def _stop_to_restart(self, run: RunStore) -> bool:
         """Ask it to save and stop; not again while it may still be saving."""
-        asked_at = self._sent_off.get(run.id, -_AGAIN_S)
+        asked_at = self._stopped_at.get(run.id, -_AGAIN_S)
         if time.monotonic() - asked_at < _AGAIN_S:
             return False
-        self._sent_off[run.id] = time.monotonic()
+        self._stopped_at[run.id] = time.monotonic()
         lifecycle.request_stop(run)
         return True
 
@@ -297,17 +303,19 @@ class PoolSlots:
 
     def usable(self, run: RunStore) -> int | None:
         """As ``Places.usable``: the pool finds out, too, and gives no more."""
-        crew = read_worker_group(run)
-        return max(crew.layouts) if crew is not None and crew.layouts else None
+        worker_group = read_worker_group(run)
+        return (
+            max(worker_group.layouts) if worker_group is not None and worker_group.layouts else None
+        )
 
-    def let_go(self, run: RunStore, *, for_good: bool) -> None:
+    def release(self, run: RunStore, *, for_good: bool) -> None:
         """As ``Places.let_go``: it leaves the queue, and its devices are the pool's."""
         with suppress(StoreError):  # never queued
             change_entry(run, wish="stop" if for_good else "pause")
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Places.stop``."""
-        self.let_go(run, for_good=False)
+        self.release(run, for_good=False)
         lifecycle.request_stop(run, now=now)
 
     def _priority_of(self, promise: float) -> int:

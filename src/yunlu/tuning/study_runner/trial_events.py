@@ -138,11 +138,11 @@ class TrialEvents:
 
 def read_trial_events(run: RunStore, *, devices: int = 1) -> TrialEvents:
     """All that a run has told."""
-    story = TrialEvents(devices=devices)
+    events = TrialEvents(devices=devices)
     for event, offset in run.read_events():
-        story.take(event)
-        story.offset = offset
-    return story
+        events.take(event)
+        events.offset = offset
+    return events
 
 
 def has_finished(run: RunStore) -> bool:

@@ -15,8 +15,8 @@ from yunlu.runs.run_store import Area, Document
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.study_dir import StudyRequest
+    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.values import Params
 
 _SUFFIX = re.compile(r"-[0-9a-f]{6}")
@@ -27,43 +27,43 @@ def trial_name(study: str, number: int) -> str:
     return f"{study}-{number:03d}"
 
 
-def make_job(asked: StudyRequest, number: int, params: Params, *, keep: int = 1) -> Job:
+def make_job(request: StudyRequest, number: int, params: Params, *, keep: int = 1) -> Job:
     """The job of a trial: the study's, with the trial's setting laid over it.
 
     ``keep`` is how many of its newest checkpoints stay: trials are many, and disks are not.
     """
     from yunlu.tuning.space import apply_params  # noqa: PLC0415 - the space is read late
 
-    assert asked.job is not None
-    job = apply_params(asked.job, params)
+    assert request.job is not None
+    job = apply_params(request.job, params)
     checkpoint = job.train.checkpoint.model_copy(update={"keep_last": keep})
-    metric = asked.metrics[0]
+    metric = request.metrics[0]
     if checkpoint.metric == "auto" and metric not in {"cost", "seconds"}:
         # What is exported is then the best by what the study seeks; an unknown one is refused.
         checkpoint = checkpoint.model_copy(update={"metric": metric})
     train = job.train.model_copy(update={"checkpoint": checkpoint})
-    return job.model_copy(update={"train": train, "name": trial_name(asked.name, number)})
+    return job.model_copy(update={"train": train, "name": trial_name(request.name, number)})
 
 
 def make_run(
-    asked: StudyRequest,
+    request: StudyRequest,
     number: int,
     params: Params,
     job: Job,
-    places: Slots,
+    slots: Slots,
     *,
-    saves: bool,
+    saves_checkpoints: bool,
     is_copy: bool = False,
 ) -> RunStore:
     """The run of a trial, not yet started; the one of an earlier life if that was killed just then."""
-    run = _find_orphan(job) or places.submit(job)
+    run = _find_orphan(job) or slots.submit(job)
     told = {
-        "study": asked.name,
-        "study_id": asked.id,
+        "study": request.name,
+        "study_id": request.id,
         "number": number,
         "params": params,
-        "rungs": asked.rungs,
-        "saves": saves,
+        "rungs": request.rungs,
+        "saves": saves_checkpoints,
         "is_copy": is_copy,
     }
     run.write(Document.TRIAL, json.dumps(told))

@@ -8,8 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from yunlu.scheduler.run_progress import RunProgress
-from yunlu.tuning.study_runner.slots import restarts_on_resize
 from yunlu.tuning.study_runner.device_shares import MANY, DeviceClaim, fit_power
+from yunlu.tuning.study_runner.slots import restarts_on_resize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +42,7 @@ class TrialSpeeds:
         """From a start to the first step."""
         self._usual_rung_s = _RUNG_S
 
-    def look(self, runs: Iterable[tuple[int, RunStore]]) -> None:
+    def observe(self, runs: Iterable[tuple[int, RunStore]]) -> None:
         """Read what the runs of these trials, by number, have written since the last time."""
         has_moved = False
         for number, run in runs:
@@ -58,7 +58,7 @@ class TrialSpeeds:
         courses = self._courses.values()
         pairs: list[tuple[int, float, int, float]] = []
         for course in courses:
-            seen = _paces_s(course)
+            seen = _steps_s(course)
             pairs += [(*few, *many) for few, many in pairwise(seen)]
         self.power = fit_power(pairs)
         resizes_s = [span_s for course in courses for span_s in course.resizes_s]
@@ -109,7 +109,7 @@ class TrialSpeeds:
         course = self._courses.get(number)
         if course is None or not course.steps:
             return None
-        singles_s = [pace_s * devices**self.power for devices, pace_s in _paces_s(course)]
+        singles_s = [pace_s * devices**self.power for devices, pace_s in _steps_s(course)]
         return median(singles_s) * course.steps / self._rungs if singles_s else None
 
     def _change_s(self, course: RunProgress | None) -> float:
@@ -125,7 +125,7 @@ class TrialSpeeds:
         return idle_s * held**self.power if idle_s > _SETTLED_S else 0.0
 
 
-def _paces_s(course: RunProgress) -> list[tuple[int, float]]:
+def _steps_s(course: RunProgress) -> list[tuple[int, float]]:
     """Devices and a usual step on them, for each number that it was seen with."""
     return [
         (each.devices, pace_s)

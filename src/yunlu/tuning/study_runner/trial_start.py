@@ -12,10 +12,10 @@ from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.study_runner.slots import Slots
     from yunlu.tuning.facts import TrialFacts
     from yunlu.tuning.records import Records
-    from yunlu.tuning.values import StartTrial, Params
+    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.values import Params, StartTrial
 
 _ALL = 10_000
 """Checkpoints: more than a trial has rungs."""
@@ -24,12 +24,12 @@ _ALL = 10_000
 class TrialStarter:
     """Makes the runs of trials, each once."""
 
-    def __init__(self, records: Records, places: Slots) -> None:
-        self._records, self._places = records, places
-        job = records.asked.job
+    def __init__(self, records: Records, slots: Slots) -> None:
+        self._records, self._slots = records, slots
+        job = records.request.job
         is_population = job is not None and job.search is not None and job.search.stop.name == "pbt"
-        self._shares = can_share_prefix(records.asked.dimensions) and not is_population
-        self.saves = self._shares or is_population
+        self._shares = can_share_prefix(records.request.dimensions) and not is_population
+        self.saves_checkpoints = self._shares or is_population
         """Whether trials save at each evaluation, for others to begin there."""
 
     def repeats(self, move: StartTrial) -> bool:
@@ -64,13 +64,19 @@ class TrialStarter:
 
     def make_run(self, number: int) -> RunStore:
         """The run of a recorded trial; made once, whoever was killed meanwhile."""
-        asked, trial = self._records.asked, self._records.trial(number)
+        request, trial = self._records.request, self._records.trial(number)
         # Others may begin from any of its rungs; a population goes on from its newest.
-        keep = _ALL if self._shares else 3 if self.saves else 1
-        job = make_job(asked, number, trial.params, keep=keep)
+        keep = _ALL if self._shares else 3 if self.saves_checkpoints else 1
+        job = make_job(request, number, trial.params, keep=keep)
         is_copy = trial.copied_from is not None
         run = make_run(
-            asked, number, trial.params, job, self._places, saves=self.saves, is_copy=is_copy
+            request,
+            number,
+            trial.params,
+            job,
+            self._slots,
+            saves_checkpoints=self.saves_checkpoints,
+            is_copy=is_copy,
         )
         if trial.copied_from is not None:
             source, rung = trial.copied_from
@@ -85,13 +91,15 @@ class TrialStarter:
         best: tuple[TrialFacts | None, int] = (None, 0)
         if not self._shares:
             return best
-        asked = self._records.asked
-        job = make_job(asked, 0, params)
+        request = self._records.request
+        job = make_job(request, 0, params)
         for facts in self._records.facts():
             run = find_run(facts.run) if facts.run else None
             if run is None or len(facts.points) <= best[1]:
                 continue
-            rung = shared_rung(make_job(asked, 0, dict(facts.params)), job, read_trial_events(run))
+            rung = shared_rung(
+                make_job(request, 0, dict(facts.params)), job, read_trial_events(run)
+            )
             if best[1] < rung <= len(facts.points):
                 best = (facts, rung)
         return best

@@ -19,9 +19,9 @@ class WatchedTrial:
     """Of its trial."""
     run: RunStore
     record: RunRecord
-    story: TrialEvents
-    ruled: str = ""
+    events: TrialEvents
+    verdict_sent: str = ""
     """``hold`` or ``prune``, where that was said."""
-    looked_at: float = 0.0
+    checked_at: float = 0.0
     lost: int = 0
     """Times that its worker vanished since its last evaluation."""

@@ -10,7 +10,7 @@ import pytest
 from cyclopts import App
 
 from tests.unit.lab.simulation.toy import make_profiles
-from yunlu.cli.pool_simulate import simulate
+from yunlu.lab.simulate_command import simulate
 from yunlu.lab.simulation.tables import SimulationError
 
 PNG = b"\x89PNG"

@@ -287,7 +287,7 @@ def test_the_command_gives_back_the_very_values(place: Path, value: ParamValue) 
 def test_the_command_says_again_what_was_said_and_what_the_target_needs(place: Path) -> None:
     view = replace(
         make_study(place, 1),
-        said=("search.trials=9", "train.epochs=3"),
+        overrides=("search.trials=9", "train.epochs=3"),
         extra={"model.args.mup_base": 64},
     )
     assert view.best is not None

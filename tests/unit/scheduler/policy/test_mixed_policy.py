@@ -16,7 +16,7 @@ from yunlu.scheduler.policy.entitlement import Manners
 from yunlu.scheduler.policy.mixed import MixedRound
 from yunlu.scheduler.policy.mixed_shapes import allow, group_kinds, lay_out
 from yunlu.scheduler.policy.mixed_worth import MixedTaste
-from yunlu.scheduler.policy.sia import Sia
+from yunlu.lab.simulation.sia import Sia
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
 if TYPE_CHECKING:

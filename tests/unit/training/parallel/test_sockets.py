@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from yunlu.core.errors import StoreError
-from yunlu.training.parallel.sockets import Socket, open_sockets, shut, tells_of_loss
+from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets, shut
 
 
 def describe(connection: socket.socket) -> Socket:
@@ -64,7 +64,7 @@ def test_one_that_listens_goes_on() -> None:
     ],
 )
 def test_torch_tells_of_a_loss(error: Exception) -> None:
-    assert tells_of_loss(error)
+    assert is_connection_error(error)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_torch_tells_of_a_loss(error: Exception) -> None:
     ],
 )
 def test_a_fault_of_ones_own_is_no_loss(error: Exception) -> None:
-    assert not tells_of_loss(error)
+    assert not is_connection_error(error)

@@ -49,7 +49,7 @@ def test_our_transformers_can_be_cut_by_their_heads() -> None:
     ):
         assert why_not_tensor(model, 2, sequence=True) is None
         assert why_not_tensor(model, 6) is None
-        assert why_not_tensor(model, 4) == "6 heads cannot be shared out among 4 workers"
+        assert why_not_tensor(model, 4) == "6 heads cannot be divided among 4 workers"
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
@@ -58,7 +58,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     assert "embedding.token" not in styles
     assert "head" not in styles
     assert find_head(model, styles) is None
-    assert "not cut 2 ways" in (why_not_vocabulary(model, 2) or "")
+    assert "not split 2 ways" in (why_not_vocabulary(model, 2) or "")
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "embedding.token"), (False, "head")])
@@ -87,7 +87,7 @@ def test_columns_under_batch_norm_are_not_cut() -> None:
 
 
 def test_a_model_without_a_plan_is_refused_by_name() -> None:
-    assert why_not_tensor(ConvNet(1, 2), 2) == ("no plan is known for cutting a ConvNet")
+    assert why_not_tensor(ConvNet(1, 2), 2) == ("there is no tensor-parallel plan for a ConvNet")
     with pytest.raises(ModelError, match="Sequential"):
         find_styles(nn.Sequential(nn.Linear(2, 2)), 2)
 
@@ -104,7 +104,7 @@ def test_layers_that_others_replaced_are_not_cut() -> None:
 def test_adapters_are_refused() -> None:
     pytest.importorskip("peft")
     model = add_adapter(_language(), AdapterSpec())
-    assert why_not_tensor(model, 2) == "layers with an adapter are not cut"
+    assert why_not_tensor(model, 2) == "layers with an adapter cannot be split"
 
 
 def test_plans_of_transformers_are_taken_over() -> None:
@@ -117,8 +117,8 @@ def test_plans_of_transformers_are_taken_over() -> None:
 
 
 def test_key_value_heads_must_divide_too() -> None:
-    assert why_not_tensor(_llama(), 4) == "2 key-value heads cannot be shared out among 4 workers"
-    assert why_not_tensor(_llama(), 3) == "4 heads cannot be shared out among 3 workers"
+    assert why_not_tensor(_llama(), 4) == "2 key-value heads cannot be divided among 4 workers"
+    assert why_not_tensor(_llama(), 3) == "4 heads cannot be divided among 3 workers"
 
 
 def test_a_width_that_does_not_divide_is_named() -> None:
@@ -154,7 +154,7 @@ def test_a_plan_that_names_the_head_alone_is_refused() -> None:
         )
     )
     assert why_not_tensor(model, 2) == (
-        "the tensor-parallel plan of GptOssForCausalLM cuts none of its blocks: the weights of its "
+        "the tensor-parallel plan of GptOssForCausalLM shards none of its blocks: the weights of its "
         "experts belong to no layer of their own"
     )
 

@@ -16,7 +16,7 @@ from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
 from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.optimizer_state import fill_optimizer, optimizer_shards
-from yunlu.training.parallel.redistribute import SliceTransfer, UncoveredError, plan_transfers
+from yunlu.training.parallel.redistribute import ShardMetadata, UncoveredError, plan_transfers
 from yunlu.training.parallel.tensor_slices import (
     TensorShard,
     TensorSlice,
@@ -89,10 +89,10 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
     shape = data.draw(SHAPES)
     before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
     size = max(len(before), len(after))
-    held = [[SliceTransfer("w", shape, region, torch.int64)] for region in before] + [[]] * (
+    held = [[ShardMetadata("w", shape, region, torch.int64)] for region in before] + [[]] * (
         size - len(before)
     )
-    wanted = [[SliceTransfer("w", shape, region, torch.int64)] for region in after] + [[]] * (
+    wanted = [[ShardMetadata("w", shape, region, torch.int64)] for region in after] + [[]] * (
         size - len(after)
     )
     limit = data.draw(st.sampled_from([8, 64, 1 << 20]))
@@ -112,12 +112,12 @@ def test_between_any_two_layouts_each_element_travels_once(data: st.DataObject) 
 
 def test_own_data_comes_first_and_holders_share_the_load() -> None:
     shape = (8, 8)
-    held = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(3)] + [
+    held = [[ShardMetadata("w", shape, full_slice(shape), torch.float32)] for _ in range(3)] + [
         [],
         [],
         [],
     ]
-    wanted = [[SliceTransfer("w", shape, full_slice(shape), torch.float32)] for _ in range(6)]
+    wanted = [[ShardMetadata("w", shape, full_slice(shape), torch.float32)] for _ in range(6)]
     sources = [transfer.source for transfer in plan_transfers(held, wanted, limit_bytes=1 << 20)]
     assert sources[:3] == [0, 1, 2]
     assert sorted(sources[3:]) == [0, 1, 2]
@@ -125,11 +125,11 @@ def test_own_data_comes_first_and_holders_share_the_load() -> None:
 
 def test_what_nobody_holds_is_named() -> None:
     shape = (4,)
-    held = [[SliceTransfer("a", shape, TensorSlice((0,), (3,)), torch.float32)]]
+    held = [[ShardMetadata("a", shape, TensorSlice((0,), (3,)), torch.float32)]]
     wanted = [
         [
-            SliceTransfer("a", shape, full_slice(shape), torch.float32),
-            SliceTransfer("b", (), full_slice(()), torch.int8),
+            ShardMetadata("a", shape, full_slice(shape), torch.float32),
+            ShardMetadata("b", (), full_slice(()), torch.int8),
         ]
     ]
     with pytest.raises(UncoveredError) as caught:
@@ -273,7 +273,7 @@ def test_state_that_cannot_be_cut_is_refused() -> None:
     optimizer = torch.optim.SGD([leaf], lr=0.1)
     optimizer.state[leaf]["absmax1"] = torch.zeros(7)
     shard = {id(leaf): TensorShard("w", (8, 4), TensorSlice((4, 0), (4, 4)), leaf)}
-    with pytest.raises(CheckpointError, match="cannot be cut"):
+    with pytest.raises(CheckpointError, match="cannot be sharded"):
         optimizer_shards(optimizer, shard)
     of_one = {id(leaf): shard_of("w", leaf)}
     assert optimizer_shards(optimizer, of_one)[0]["w/absmax1"].shape == (7,)

@@ -12,7 +12,7 @@ from yunlu.scheduler.spot.values import HOUR_S, Mode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from yunlu.scheduler.spot.study import Trial
+    from yunlu.lab.spot.study import Trial
     from yunlu.scheduler.spot.values import DeadlineJob, Market
 
 _COLOURS = {Mode.SPOT: "#2b8a3e", Mode.ON_DEMAND: "#d9480f"}

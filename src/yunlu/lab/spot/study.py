@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.spot.baselines import Greedy, OnDemandOnly, UniformProgress
-from yunlu.scheduler.spot.optimum import find_optimum
+from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
+from yunlu.lab.spot.optimum import find_optimum
+from yunlu.lab.spot.replay import replay, replay_zones
+from yunlu.lab.spot.traces import TraceError
 from yunlu.scheduler.spot.policy import Planned, Plans
 from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.replay import replay, replay_zones
-from yunlu.scheduler.spot.traces import TraceError
 from yunlu.scheduler.spot.values import HOUR_S, Outcome
 
 if TYPE_CHECKING:

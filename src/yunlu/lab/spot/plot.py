@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
 from yunlu.core.files import write_atomically
+from yunlu.lab.spot.figures import replay_figures
 from yunlu.render.drawing.plots import plot
-from yunlu.render.figures.spot import replay_figures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.scheduler.spot.study import Trial
+    from yunlu.lab.spot.study import Trial
     from yunlu.scheduler.spot.values import DeadlineJob, Market
 
 FORMATS = (".png", ".svg")

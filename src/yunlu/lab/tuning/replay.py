@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.tuning.values import (
-    StartTrial,
-    EndStudy,
     Continue,
+    EndStudy,
     Point,
+    StartTrial,
     StudySnapshot,
     Trial,
     TrialState,
@@ -25,7 +25,7 @@ from yunlu.tuning.values import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.tuning.values import Dimension, Judgement, Method, Action, Params
+    from yunlu.tuning.values import Action, Dimension, Judgement, Method, Params
 
 
 class Curves(Protocol):
@@ -126,7 +126,7 @@ class _Replay:
     def _fill(self) -> None:
         """Ask what is done with each idle worker, until the method waits or ends."""
         while self._idle and self._reason is None:
-            move = self._method.choose(self._stand())
+            move = self._method.choose(self._snapshot())
             if isinstance(move, WaitForResults):
                 if self._idle == self._workers:
                     raise RuntimeError("the method waits for others, but no trial runs")
@@ -188,17 +188,17 @@ class _Replay:
         if point.rung == self._curves.rungs:
             self._trials[number] = replace(trial, state=TrialState.DONE)
         else:
-            self._obey(self._method.judge(number, self._stand()), trial)
+            self._obey(self._method.judge(number, self._snapshot()), trial)
         if self._trials[number].state is TrialState.RUNNING:
             self._train(self._trials[number])
         else:
             self._idle += 1
 
-    def _obey(self, judged: Judgement, trial: Trial) -> None:
-        until = min(max(trial.until, judged.until), self._curves.rungs)
-        if judged.verdict is Verdict.PRUNE:
+    def _obey(self, judgement: Judgement, trial: Trial) -> None:
+        until = min(max(trial.until, judgement.until), self._curves.rungs)
+        if judgement.verdict is Verdict.PRUNE:
             trial = replace(trial, state=TrialState.PRUNED)
-        elif judged.verdict is Verdict.HOLD or until <= trial.rung:
+        elif judgement.verdict is Verdict.HOLD or until <= trial.rung:
             trial = replace(trial, state=TrialState.HELD)
         else:
             trial = replace(trial, until=until)
@@ -209,7 +209,7 @@ class _Replay:
             raise ValueError(f"from rung {rung} a trial cannot go on until rung {until}")
         return min(until, self._curves.rungs)
 
-    def _stand(self) -> StudySnapshot:
+    def _snapshot(self) -> StudySnapshot:
         return StudySnapshot(
             trials=tuple(self._trials),
             rungs=self._curves.rungs,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yunlu.scheduler.policy.mixed_placing import place_shapes
+from yunlu.lab.simulation.shape_placement import place_shapes
 from yunlu.scheduler.policy.mixed_shapes import Shapes, allow, group_kinds, lay_out
 from yunlu.scheduler.policy.mixed_speed import tell_goodput_table
 from yunlu.scheduler.policy.values import Decision

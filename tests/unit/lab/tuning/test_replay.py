@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.tuning.replay import ReplayTrace, replay
+from yunlu.lab.tuning.replay import ReplayTrace, replay
 from yunlu.tuning.values import (
-    StartTrial,
+    Action,
+    Continue,
     Dimension,
     EndStudy,
-    Continue,
     Judgement,
-    Action,
     Params,
+    StartTrial,
     StudySnapshot,
     TrialState,
     Verdict,
@@ -44,7 +44,7 @@ class Recorded:
         return [start - step for step in steps], [pace * step for step in steps]
 
 
-def go_on(_number: int, _stand: StudySnapshot) -> Judgement:
+def go_on(_number: int, _snapshot: StudySnapshot) -> Judgement:
     return Judgement(Verdict.GO_ON)
 
 
@@ -56,12 +56,12 @@ class Scripted:
     judge_by: Judge = go_on
     stands: list[StudySnapshot] = field(default_factory=list[StudySnapshot])
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        self.stands.append(stand)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        self.stands.append(snapshot)
         return next(self.moves, EndStudy("script is over"))
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        return self.judge_by(number, stand)
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        return self.judge_by(number, snapshot)
 
 
 def begin(*, start: float = 10, pace: float = 1, until: int = 4) -> StartTrial:
@@ -69,7 +69,11 @@ def begin(*, start: float = 10, pace: float = 1, until: int = 4) -> StartTrial:
 
 
 def play(
-    *moves: Action, judge: Judge = go_on, workers: int = 1, budget_s: float = 100, resume_s: float = 0
+    *moves: Action,
+    judge: Judge = go_on,
+    workers: int = 1,
+    budget_s: float = 100,
+    resume_s: float = 0,
 ) -> ReplayTrace:
     method = Scripted(iter(moves), judge)
     return replay(method, Recorded(), workers=workers, budget_s=budget_s, resume_s=resume_s)
@@ -118,20 +122,20 @@ def test_going_on_costs_what_was_said_once() -> None:
 
 
 def test_a_verdict_may_hold_before_the_trial_has_come_so_far() -> None:
-    trace = play(begin(until=4), judge=lambda _number, _stand: Judgement(Verdict.HOLD))
+    trace = play(begin(until=4), judge=lambda _number, _snapshot: Judgement(Verdict.HOLD))
     assert trace.trials[0].state is TrialState.HELD
     assert trace.trials[0].rung == 1
 
 
 def test_a_verdict_may_let_a_trial_run_further() -> None:
-    trace = play(begin(until=1), judge=lambda _number, _stand: Judgement(Verdict.GO_ON, until=3))
+    trace = play(begin(until=1), judge=lambda _number, _snapshot: Judgement(Verdict.GO_ON, until=3))
     assert trace.trials[0].state is TrialState.HELD
     assert trace.trials[0].rung == 3
     assert trace.resumed == 0
 
 
 def test_a_pruned_trial_frees_its_place_and_never_goes_on() -> None:
-    def prune_first(number: int, _stand: StudySnapshot) -> Judgement:
+    def prune_first(number: int, _snapshot: StudySnapshot) -> Judgement:
         return Judgement(Verdict.PRUNE if number == 0 else Verdict.GO_ON)
 
     trace = play(begin(), begin(), judge=prune_first)
@@ -143,22 +147,22 @@ def test_a_pruned_trial_frees_its_place_and_never_goes_on() -> None:
 
 
 def test_the_last_rung_is_judged_by_nobody() -> None:
-    judged: list[int] = []
+    judgement: list[int] = []
 
-    def note(number: int, stand: StudySnapshot) -> Judgement:
-        judged.append(stand.trials[number].rung)
+    def note(number: int, snapshot: StudySnapshot) -> Judgement:
+        judgement.append(snapshot.trials[number].rung)
         return Judgement(Verdict.GO_ON)
 
     play(begin(), judge=note)
-    assert judged == [1, 2, 3]
+    assert judgement == [1, 2, 3]
 
 
 def test_who_waits_is_asked_again_after_the_next_evaluation() -> None:
     method = Scripted(iter([begin(pace=2), WaitForResults(), WaitForResults(), begin(pace=1)]))
     trace = replay(method, Recorded(), workers=2, budget_s=100)
     assert times(trace, 1)[0] == (1, 5.0)
-    assert [len(stand.trials) for stand in method.stands] == [0, 1, 1, 1, 2]
-    assert [stand.trials[0].rung for stand in method.stands[1:4]] == [0, 1, 2]
+    assert [len(snapshot.trials) for snapshot in method.stands] == [0, 1, 1, 1, 2]
+    assert [snapshot.trials[0].rung for snapshot in method.stands[1:4]] == [0, 1, 2]
 
 
 def test_waiting_while_nothing_runs_is_a_mistake_that_is_told() -> None:
@@ -194,9 +198,9 @@ def test_without_workers_nothing_is_replayed() -> None:
 def test_the_stand_tells_the_time_left_and_the_workers() -> None:
     method = Scripted(iter([begin(pace=2), begin(pace=5)]))
     replay(method, Recorded(), workers=1, budget_s=20)
-    assert [stand.seconds_left for stand in method.stands] == [20.0, 12.0]
-    assert {stand.workers for stand in method.stands} == {1}
-    assert {stand.rungs for stand in method.stands} == {4}
+    assert [snapshot.seconds_left for snapshot in method.stands] == [20.0, 12.0]
+    assert {snapshot.workers for snapshot in method.stands} == {1}
+    assert {snapshot.rungs for snapshot in method.stands} == {4}
 
 
 def test_improvements_are_the_best_so_far() -> None:
@@ -210,9 +214,9 @@ class Erratic:
 
     rng: np.random.Generator
 
-    def choose(self, stand: StudySnapshot) -> Action:
-        held = [trial for trial in stand.trials if trial.state is TrialState.HELD]
-        is_busy = any(trial.state is TrialState.RUNNING for trial in stand.trials)
+    def choose(self, snapshot: StudySnapshot) -> Action:
+        held = [trial for trial in snapshot.trials if trial.state is TrialState.HELD]
+        is_busy = any(trial.state is TrialState.RUNNING for trial in snapshot.trials)
         if is_busy and self.rng.random() < 0.2:
             return WaitForResults()
         if held and self.rng.random() < 0.5:
@@ -221,8 +225,8 @@ class Erratic:
         start, pace = self.rng.random(2)
         return begin(start=float(start), pace=0.1 + float(pace), until=int(self.rng.integers(1, 9)))
 
-    def judge(self, number: int, stand: StudySnapshot) -> Judgement:
-        assert stand.trials[number].state is TrialState.RUNNING
+    def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
+        assert snapshot.trials[number].state is TrialState.RUNNING
         verdict = self.rng.choice(np.asarray(list(Verdict), dtype=object))
         return Judgement(verdict, until=int(self.rng.integers(0, 9)))
 

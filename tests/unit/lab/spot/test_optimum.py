@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.spot.baselines import Greedy, UniformProgress
-from yunlu.scheduler.spot.optimum import find_optimum
-from yunlu.scheduler.spot.replay import replay
+from yunlu.lab.spot.baselines import Greedy, UniformProgress
+from yunlu.lab.spot.optimum import find_optimum
+from yunlu.lab.spot.replay import replay
 from yunlu.scheduler.spot.values import DeadlineJob, Market, Mode, Sight
 
 

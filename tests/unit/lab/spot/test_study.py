@@ -10,9 +10,9 @@ import pytest
 from benchmarks.fit_spot import HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
 
-from yunlu.cli.pool_spot import SpotError, spot
+from yunlu.lab.spot.study import rank, run_trials
+from yunlu.lab.spot_command import SpotError, spot
 from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.study import rank, run_trials
 
 
 def write_traces(folder: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from yunlu.scheduler.spot.study import Standing
+    from yunlu.lab.spot.study import Standing
     from yunlu.scheduler.spot.values import DeadlineJob, Market
 
 _HOUR_S = 3600.0
@@ -72,18 +72,18 @@ def spot(
     """
     import numpy as np  # noqa: PLC0415 - other verbs do not need it
 
-    from yunlu.scheduler.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
+    from yunlu.lab.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
     if plot is not None:
-        from yunlu.render.spot_plot import check_spot_plot  # noqa: PLC0415
+        from yunlu.lab.spot.plot import check_spot_plot  # noqa: PLC0415
 
         check_spot_plot(plot)
     random = np.random.default_rng(seed)
     markets = _read(trace, price=price, instance=instance, zone=zone, below=below)
     markets = [each for each in markets if len(each) * each.step_s > job.deadline_s] or markets
     if interruptions:
-        from yunlu.scheduler.spot.interruptions import interrupt  # noqa: PLC0415
+        from yunlu.lab.spot.interruptions import interrupt  # noqa: PLC0415
         from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(each, PRIOR, random=random) for each in markets]
@@ -91,7 +91,7 @@ def spot(
     trials = run_trials(job, begun, knows_past=past, with_optimum=optimum)
     standings = rank(trials)
     if plot is not None:
-        from yunlu.render.spot_plot import write_spot_plot  # noqa: PLC0415
+        from yunlu.lab.spot.plot import write_spot_plot  # noqa: PLC0415
 
         write_spot_plot(
             job, trials, dict(zip([each.name for each in markets], markets, strict=True)), plot
@@ -137,7 +137,7 @@ def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
 def _read(
     paths: Sequence[Path], *, price: float, instance: str | None, zone: str, below: float
 ) -> list[Market]:
-    from yunlu.scheduler.spot.traces import read_availability, read_prices  # noqa: PLC0415
+    from yunlu.lab.spot.traces import read_availability, read_prices  # noqa: PLC0415
 
     if not 0 < price < 1:
         raise SpotError(f"--price: {price:g} is not between 0 and 1, the price of on-demand.")

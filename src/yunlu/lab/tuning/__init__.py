@@ -1,0 +1,1 @@
+"""Methods of tuning replayed on recorded learning curves."""

@@ -24,7 +24,7 @@ from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.lab.simulation.workload import load_workloads
-from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, to_json
+from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +132,7 @@ def simulate(
     )
     if json:
         for outcome in (each for outcomes in runs.values() for each in outcomes):
-            print(to_json({**outcome.summary(), "jct_s": outcome.jct_s}))
+            print_json({**outcome.summary(), "jct_s": outcome.jct_s})
     else:
         _print_page(make_console(), runs, nodes)
     if plot is not None:

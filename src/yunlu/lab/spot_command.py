@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_duration
-from yunlu.render.terminal.page import indented, make_console, plain_table, to_json
+from yunlu.render.terminal.page import indented, make_console, plain_table, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +104,7 @@ def spot(
             "seed": seed,
             "policies": [asdict(each) for each in standings],
         }
-        print(to_json(record))
+        print_json(record)
         return 0
     console = make_console()
     console.print(

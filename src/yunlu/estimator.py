@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, TrainingError, missing_part
 from yunlu.jobs import lifecycle
-from yunlu.jobs.run_creation import create_run
 from yunlu.jobs.run import error_of, move
+from yunlu.jobs.run_creation import create_run
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
 from yunlu.spec.load import job_from_mapping
@@ -128,12 +128,12 @@ class _Estimator(BaseEstimator):
         torch, module = _import("torch"), self.module_
         rows = self._standardise(_checked(self, x, reset=False))
         kind = next(iter(module.parameters())).dtype
-        found: list[Numbers] = []
+        outputs: list[Numbers] = []
         with torch.no_grad():
             for start in range(0, len(rows), _ROWS):
                 part = torch.tensor(rows[start : start + _ROWS], dtype=kind)
-                found.append(module(part).double().numpy())
-        return np.concatenate(found)
+                outputs.append(module(part).double().numpy())
+        return np.concatenate(outputs)
 
     def _learn_scale(self, x: Numbers) -> Numbers:
         spread = x.std(axis=0)
@@ -250,9 +250,9 @@ def _lay_over(job: Job, fields: Mapping[str, Any]) -> Job:
         return lay_fields(job, {name: _plain(value) for name, value in fields.items()})
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"])
         raise JobError(
-            f"job: {place}: {first['msg']}.", hint="dotted names as with `yunlu train --set`"
+            f"job: {key}: {first['msg']}.", hint="dotted names as with `yunlu train --set`"
         ) from error
 
 
@@ -268,13 +268,13 @@ def _build(job: Job, *, inputs: int, outputs: int) -> Any:
 
 
 def _train(run: RunStore, live: Any) -> None:
-    """Live the run in this process: a grid of small fits should not wait for a process each."""
+    """Train in this process: a grid of small fits should not start a process for each."""
     state = RunState.FAILED
     try:
         state = _import("yunlu.training.worker").run(run.address, task=live)
     finally:
         record = lifecycle.read_record(run)
-        if record.state.is_active:  # an interrupt came between two of its own words
+        if record.state.is_active:  # an interrupt came between two of its events
             move(run, record, RunState.STOPPED, reason="interrupted")
     if state is RunState.STOPPED:
         raise KeyboardInterrupt

@@ -33,9 +33,9 @@ def install_completion(
 def _running_shell() -> Literal["bash", "zsh", "fish"]:
     hint = "name it: yunlu --install-completion --shell bash (or zsh, fish)"
     try:
-        found = detect_shell()
+        running = detect_shell()
     except ShellDetectionError:
         raise YunluError("Cannot tell which shell is running.", hint=hint) from None
-    if found == "powershell":
+    if running == "powershell":
         raise YunluError("There is no completion for PowerShell yet.", hint=hint)
-    return found
+    return running

@@ -41,7 +41,7 @@ class LocalPool:
         from yunlu.scheduler.pool_view import view_submitted
         from yunlu.scheduler.queue import enqueue, read_options
 
-        asked = read_options(
+        options = read_options(
             priority=priority,
             team=team,
             min_devices=min_devices,
@@ -49,7 +49,7 @@ class LocalPool:
             deadline=deadline,
             budget_dollars=budget,
         )
-        return view_submitted(lifecycle.home(), enqueue(job, asked, source=source))
+        return view_submitted(lifecycle.home(), enqueue(job, options, source=source))
 
     def pool(self) -> PoolView:
         """As ``PoolVerbs.pool``."""

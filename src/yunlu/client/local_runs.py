@@ -176,8 +176,8 @@ class LocalRuns:
         home, records = lifecycle.home(), lifecycle.list_runs()
         shown = [
             record
-            for place, record in enumerate(records)
-            if most is None or place < most or record.state.is_active
+            for index, record in enumerate(records)
+            if most is None or index < most or record.state.is_active
         ]
         runs = tuple(list_run(open_run(home / record.id), record) for record in shown)
         return RunList(home=str(home), runs=runs, older=len(records) - len(shown))

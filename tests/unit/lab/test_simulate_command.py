@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,16 @@ def test_what_cannot_be_is_refused_at_once(
 ) -> None:
     with pytest.raises(SimulationError, match=message):
         run(given, **changes)
+
+
+def test_help_of_the_pool_lists_the_commands_of_the_lab_without_loading_it() -> None:
+    code = (
+        "import sys; from yunlu.cli.main import main; main(['pool', '--help']); "
+        "sys.exit(any(name.startswith('yunlu.lab') for name in sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "simulate" in ended.stdout
+    assert "spot" in ended.stdout

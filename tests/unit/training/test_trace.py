@@ -94,7 +94,7 @@ def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunSto
         assert spans[f"yunlu.{one}"][0][1] <= spans[f"yunlu.{after}"][0][0]
     assert sum(each["name"] == "aten::addmm" for each in events) == 2
     (event,) = told(run, TraceWritten)
-    assert (event.path, event.steps, event.first_step) == ("trace.json.gz", 2, 4)
+    assert (event.path, event.steps, event.first_step) == ("traces/trace.json.gz", 2, 4)
 
 
 def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunStore) -> None:
@@ -182,7 +182,7 @@ def test_a_trace_that_cannot_be_written_costs_the_file_and_not_the_run(
     (event,) = told(run, TraceWritten)
     assert event.path is None
     assert event.table
-    assert [path.name for path in run.path.iterdir()] == ["events.jsonl"]
+    assert [path.name for path in run.path.rglob("*") if path.is_file()] == ["events.jsonl"]
 
 
 def plan_of(**parts: int) -> Any:

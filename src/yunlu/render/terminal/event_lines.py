@@ -1,4 +1,4 @@
-"""How an event and a plan read: one line or one block each, the same wherever they are shown."""
+"""Events and plans as text: one line or one block each, the same wherever they are shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.planning.plan import AutotuneTrial, Plan, Prediction
-    from yunlu.render.terminal.run_display import Course
+    from yunlu.render.terminal.run_display import RunProgress
     from yunlu.runs.events import Event
     from yunlu.runs.fold import GroupGeneration
 
@@ -56,8 +56,8 @@ Notice = Incident | TraceWritten | BatchChanged
 GroupEvent = WorkerGroupFormed | WorkerLost | StragglerSeen | CommunicationChosen
 
 
-def describe(event: Event, course: Course) -> RenderableType | None:
-    """What an event leaves on the page; None where it leaves nothing."""
+def describe(event: Event, progress: RunProgress) -> RenderableType | None:
+    """Text of an event; None where nothing is shown."""
     row = None
     match event:
         case PlanMade():
@@ -68,7 +68,7 @@ def describe(event: Event, course: Course) -> RenderableType | None:
             count = show_count(event.parameters)
             row = event_row("model", Text(f"{event.name}, {count} parameters"))
         case Evaluated():
-            row = event_row(event.split, evaluation_line(event, course), style=ACCENT)
+            row = event_row(event.split, evaluation_line(event, progress), style=ACCENT)
         case WarningRaised():
             row = event_row("warning", Text(event.message), style="yellow")
         case StepSkipped(reason="overflow"):
@@ -78,7 +78,7 @@ def describe(event: Event, course: Course) -> RenderableType | None:
         case PrecisionChanged() | TraceWritten() | BatchChanged():
             row = event_row(_NOTICES[event.kind], notice_line(event))
         case WorkerGroupFormed() | WorkerLost() | StragglerSeen() | CommunicationChosen():
-            row = _group_row(event, course)
+            row = _group_row(event, progress)
         case ErrorRaised():
             row = _trace_rows(event)
         case StateChanged() if event.resumed_from_step is not None:
@@ -146,10 +146,10 @@ def communication_line(event: CommunicationChosen) -> Text:
     return text.append(f"  {reason}", style="dim") if reason else text
 
 
-def _group_row(event: GroupEvent, course: Course) -> RenderableType:
+def _group_row(event: GroupEvent, progress: RunProgress) -> RenderableType:
     match event:
         case WorkerGroupFormed():
-            return event_row("workers", worker_group_line(event, course.group_before))
+            return event_row("workers", worker_group_line(event, progress.group_before))
         case StragglerSeen():
             return event_row("slow", straggler_line(event), style="yellow")
         case CommunicationChosen():
@@ -213,10 +213,10 @@ def prediction_line(predicted: Prediction) -> Text:
     )
 
 
-def evaluation_line(evaluation: Evaluated, course: Course) -> Text:
+def evaluation_line(evaluation: Evaluated, progress: RunProgress) -> Text:
     """Where it was taken, and every figure."""
-    step, width = evaluation.step, len(str(course.steps))
-    epoch = course.epochs_at(step)
+    step, width = evaluation.step, len(str(progress.steps))
+    epoch = progress.epochs_at(step)
     text = Text(f"step {step:>{width}}" + (f"  epoch {epoch:<4.3g}" if epoch else "") + "  ")
     figures = {**evaluation.metrics, "loss": evaluation.loss}
     return text.append_text(
@@ -225,7 +225,7 @@ def evaluation_line(evaluation: Evaluated, course: Course) -> Text:
 
 
 def data_line(data: DataOpened) -> Text:
-    """How many samples each part has, and where they come from."""
+    """Samples of each split, and the source of the data."""
     counts = {"train": data.train, "validation": data.validation, "test": data.test}
     shown = [f"{count:,} {split}" for split, count in counts.items() if count]
     return _joined(shown).append(f"  {data.source}", style="dim")

@@ -21,7 +21,7 @@ from yunlu.render.terminal.event_lines import (
     worker_group_line,
 )
 from yunlu.render.terminal.page import state_text
-from yunlu.render.terminal.run_display import Course, step_line
+from yunlu.render.terminal.run_display import RunProgress, step_line
 from yunlu.runs.events import (
     CheckpointSaved,
     CommunicationChosen,
@@ -57,18 +57,18 @@ class LogLines:
     """Lines for events, and one for the newest step every few seconds."""
 
     def __init__(self) -> None:
-        self._course = Course()
+        self._progress = RunProgress()
         self._shown_at = 0.0
 
     def take(self, items: Iterable[FollowedItem]) -> Iterator[Text]:
         """Lines for what is new."""
         for item in items:
-            self._course.take(item)
+            self._progress.take(item)
             if not isinstance(item, MetricRecord):
-                yield log_line(item, self._course.group_before)
+                yield log_line(item, self._progress.group_before)
             elif item.at - self._shown_at > _STEP_EVERY_S:
                 self._shown_at = item.at
-                yield Text(f"          {step_line(self._course)}", style="dim")
+                yield Text(f"          {step_line(self._progress)}", style="dim")
 
 
 def log_line(event: Event, before: GroupGeneration | None = None) -> Text:
@@ -84,7 +84,7 @@ def _gist(event: Event, before: GroupGeneration | None) -> Text:
             reason = f"  {event.reason}" if event.reason else ""
             text = Text.assemble(state_text(event.state), (reason, "dim"))
         case Evaluated():
-            text = Text(f"{event.split}  ") + evaluation_line(event, Course())
+            text = Text(f"{event.split}  ") + evaluation_line(event, RunProgress())
         case CheckpointSaved():
             text = Text(f"step {event.step}  {event.path}  {show_bytes(event.bytes)}")
         case PlanMade():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from yunlu.render.terminal.event_lines import describe
-from yunlu.render.terminal.run_display import Course
+from yunlu.render.terminal.run_display import RunProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 @contextmanager
 def measure_progress(console: Console) -> Generator[Callable[[Event], None]]:
     """A status line with the current phase; data, model and warnings stay above it."""
-    course = Course()
+    progress = RunProgress()
     with console.status("starting") as status:
 
         def show(event: Event) -> None:
             if isinstance(event, ProgressReported):
                 status.update(event.phase)
             elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
-                console.print(describe(event, course))
+                console.print(describe(event, progress))
 
         yield show

@@ -1,4 +1,4 @@
-"""Options as tables."""
+"""Plan options as tables."""
 
 from __future__ import annotations
 
@@ -31,33 +31,31 @@ _UNITS = (
 
 
 def options_table(options: PlanOptions) -> RenderableType:
-    """One option a row: what is expected, and below it the interval; then why each won or lost."""
+    """One option a row: the expected value, and below it the interval; then why each won or lost."""
     table = plain_table()
     table.add_column("")
     for title in ("hardware", "layout"):
         table.add_column(title, overflow="fold")
     for title in ("memory", "pace", "time", "cost"):
         table.add_column(title, justify="right", no_wrap=True)
-    for place, option in enumerate(options, start=1):
-        number = Text(f"{place}", style=f"bold {ACCENT}" if place == 1 else "dim")
-        table.add_row(number, *_cells(option))
+    for number, option in enumerate(options, start=1):
+        label = Text(f"{number}", style=f"bold {ACCENT}" if number == 1 else "dim")
+        table.add_row(label, *_cells(option))
     why = Table.grid(padding=(0, 3, 0, 0))
-    for place, option in enumerate(options, start=1):
-        style = f"bold {ACCENT}" if place == 1 else "dim"
-        why.add_row(Text(f"{place}", style=style), Text(option.reason))
+    for number, option in enumerate(options, start=1):
+        style = f"bold {ACCENT}" if number == 1 else "dim"
+        why.add_row(Text(f"{number}", style=style), Text(option.reason))
     return Group(indented(table), Text(""), indented(why))
 
 
 def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
-    """What does not fit, what was assumed, and how much was looked at."""
+    """Problems, assumptions, and the number of layouts that were compared."""
     lines = [Text(f" {problem}", style="red") for problem in options.problems]
     lines += [Text(f" note: {note}", style="dim") for note in options.notes]
     best = options.best
     if best.lr_factor != 1.0:
-        words = (
-            f" note: the learning rate is multiplied by {best.lr_factor:.3g} ({best.lr_scaling})"
-        )
-        lines.append(Text(words, style="dim"))
+        text = f" note: the learning rate is multiplied by {best.lr_factor:.3g} ({best.lr_scaling})"
+        lines.append(Text(text, style="dim"))
     count = f" {options.layouts:,} layouts in {took_s:.2f} s of computing; below each figure, its 10 to 90 % interval"
     return Group(Text(""), *lines, Text(count, style="dim"))
 
@@ -72,7 +70,7 @@ def comparison_table(names: Sequence[str], options: Sequence[PlanOption]) -> Ren
         table.add_row(Text(label, style="dim"), show(first), show(second), "")
     for label, (figure, show) in _FIGURES.items():
         one, other = figure(first), figure(second)
-        table.add_row(Text(label, style="dim"), *(_both(each, show) for each in (one, other)),
+        table.add_row(Text(label, style="dim"), *(_both(interval, show) for interval in (one, other)),
                       _ratio(one, other))  # fmt: skip
     return indented(table)
 
@@ -86,8 +84,8 @@ def show_dollars(dollars: float) -> str:
 
 def share_out(option: PlanOption) -> str:
     """A batch as replicas x micro-batch x passes, and what the last pass has where it is not full."""
-    batch, each = option.batch, option.layout.replicas * option.micro_batch
-    full, left = divmod(batch, each)
+    batch, pass_size = option.batch, option.layout.replicas * option.micro_batch
+    full, left = divmod(batch, pass_size)
     share = f"{option.layout.replicas} x {option.micro_batch}"
     if not full:
         return f"{batch} < {share}"
@@ -151,8 +149,8 @@ def _how(option: PlanOption) -> tuple[str, str]:
 
 def _spans(interval: Interval) -> tuple[str, str]:
     """A time and its interval, in the unit that suits it."""
-    chosen = next((each for each in _UNITS if interval.value < each[2] * each[1]), _UNITS[-1])
-    unit, size, _ = chosen
+    fitting = (scale for scale in _UNITS if interval.value < scale[2] * scale[1])
+    unit, size, _ = next(fitting, _UNITS[-1])
     bounds = (interval.value, interval.low, interval.high)
     value, low, high = (_digits(bound / size) for bound in bounds)
     return f"{value} {unit}", f"{low}–{high} {unit}"

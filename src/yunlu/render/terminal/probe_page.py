@@ -83,8 +83,8 @@ def _paces(probed: MachineProfile) -> RenderableType:
     return table
 
 
-def _rate(pace: KernelTiming, place: int) -> str:
-    rate = pace.sizes[place] / pace.seconds[place]
+def _rate(pace: KernelTiming, index: int) -> str:
+    rate = pace.sizes[index] / pace.seconds[index]
     return f"{show_count(rate)}FLOP/s" if pace.kind in _COMPUTED else f"{show_bytes(rate)}/s"
 
 

@@ -83,7 +83,7 @@ def print_summary(report: Report, console: Console) -> None:
     matrix = report.confusion
     if matrix is not None and len(matrix.labels) <= _MOST_CLASSES:
         console.print(_confusion_table(matrix))
-    if any(each.is_known for each in report.comparisons):
+    if any(comparison.is_known for comparison in report.comparisons):
         console.print(_comparison_table(report))
     if report.time is not None:
         console.print(_time_line(report.time.totals))
@@ -196,35 +196,39 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
 
 
 def _comparison_table(report: Report) -> Table:
-    known = [each for each in report.comparisons if each.is_known]
-    has_estimate = any(each.estimated is not None for each in known)
+    known = [comparison for comparison in report.comparisons if comparison.is_known]
+    has_estimate = any(comparison.estimated is not None for comparison in known)
     table = _table("Predicted beside measured")
     table.add_column("")
     for name in (*(("estimated", "10–90 %") if has_estimate else ()), "predicted", "measured"):
         table.add_column(name, justify="right")
     table.add_column("ratio", justify="right")
-    for each in known:
-        ratio = "–" if each.ratio is None else f"× {each.ratio:.2f}"
-        shown = [show_quantity(each.quantity, each.predicted)]
+    for comparison in known:
+        ratio = "–" if comparison.ratio is None else f"× {comparison.ratio:.2f}"
+        shown = [show_quantity(comparison.quantity, comparison.predicted)]
         if has_estimate:
-            shown = [show_quantity(each.quantity, each.estimated), _interval(each), *shown]
-        style = {True: "green", False: "yellow", None: ""}[each.inside]
+            shown = [
+                show_quantity(comparison.quantity, comparison.estimated),
+                _interval(comparison),
+                *shown,
+            ]
+        style = {True: "green", False: "yellow", None: ""}[comparison.inside]
         table.add_row(
-            _QUANTITIES[each.quantity],
+            _QUANTITIES[comparison.quantity],
             *shown,
-            Text(show_quantity(each.quantity, each.measured), style=style),
-            "so far" if each.so_far and each.measured is not None else ratio,
+            Text(show_quantity(comparison.quantity, comparison.measured), style=style),
+            "so far" if comparison.so_far and comparison.measured is not None else ratio,
         )
     if has_estimate:
         table.caption = "  estimated: before any pass was timed; predicted: after timing a few"
     return table
 
 
-def _interval(each: Comparison) -> str:
-    if each.interval is None:
+def _interval(comparison: Comparison) -> str:
+    if comparison.interval is None:
         return ""
-    low, high = (show_quantity(each.quantity, value) for value in each.interval)
-    sign = {True: " ✓", False: " ✗", None: ""}[each.inside]
+    low, high = (show_quantity(comparison.quantity, value) for value in comparison.interval)
+    sign = {True: " ✓", False: " ✗", None: ""}[comparison.inside]
     return f"{low} – {high}{sign}"
 
 
@@ -259,8 +263,8 @@ def _group_block(worker_group: WorkerGroupHistory) -> Group:
 
 def _communication_block(communication: Communication) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for place, line in enumerate(communication_lines(communication)):
-        label, style = ("", "dim") if place else ("  exchange", "bold")
+    for index, line in enumerate(communication_lines(communication)):
+        label, style = ("", "dim") if index else ("  exchange", "bold")
         grid.add_row(label, Text(_clean(line), style))
     return grid
 
@@ -294,18 +298,18 @@ def _member_table(worker_group: WorkerGroupHistory) -> Table:
     table.add_column("host")
     for name in ("step", "waiting", "memory"):
         table.add_column(name, justify="right")
-    shown = [each for each in worker_group.workers if each.rank is not None][:_MOST_MEMBERS]
-    slow = {each.worker: each.ratio for each in worker_group.stragglers}
-    for each in shown:
-        tag = f"  {slow[each.worker]:.1f} × slower" if each.worker in slow else ""
-        share = each.wait_share
+    shown = [worker for worker in worker_group.workers if worker.rank is not None][:_MOST_MEMBERS]
+    slow = {straggler.worker: straggler.ratio for straggler in worker_group.stragglers}
+    for worker in shown:
+        tag = f"  {slow[worker.worker]:.1f} × slower" if worker.worker in slow else ""
+        share = worker.wait_share
         table.add_row(
-            Text(_clean(each.worker + tag)),
-            str(each.rank),
-            Text(_clean(each.host)),
-            "–" if each.step_s is None else show_duration(each.step_s),
+            Text(_clean(worker.worker + tag)),
+            str(worker.rank),
+            Text(_clean(worker.host)),
+            "–" if worker.step_s is None else show_duration(worker.step_s),
             "–" if share is None else f"{share:.1%}",
-            "–" if each.memory_bytes is None else show_bytes(each.memory_bytes),
+            "–" if worker.memory_bytes is None else show_bytes(worker.memory_bytes),
             style="yellow" if tag else None,
         )
     if len(shown) < len(worker_group.workers):
@@ -317,35 +321,35 @@ def _layout_table(change: GroupGeneration) -> Group:
     """Stages from left to right, replicas downwards; in a cell, a line for each shard."""
     table = _table("Which rank holds what")
     table.add_column("")
-    stages = max((each.pp for each in change.ranks), default=0) + 1
+    stages = max((rank.pp for rank in change.ranks), default=0) + 1
     for pp in range(stages):
         held = " + ".join(change.stages[pp::stages])
         title = f"stage {pp + 1}" if stages > 1 else "all layers"
         table.add_column(Text(_clean(title + (f": {held}" if held else ""))))
-    for dp in sorted({each.dp for each in change.ranks}):
+    for dp in sorted({rank.dp for rank in change.ranks}):
         cells: list[Text] = []
         for pp in range(stages):
-            here = [each for each in change.ranks if (each.dp, each.pp) == (dp, pp)]
+            here = [rank for rank in change.ranks if (rank.dp, rank.pp) == (dp, pp)]
             lines = [
                 " ".join(
                     f"{r.rank}@{r.host}" if r.host else str(r.rank) for r in here if r.fsdp == fsdp
                 )
-                for fsdp in sorted({each.fsdp for each in here})
+                for fsdp in sorted({rank.fsdp for rank in here})
             ]
             cells.append(Text(_clean("\n".join(lines))))
         table.add_row(f"replica {dp + 1}", *cells)
-    cut = any(each.tp for each in change.ranks), any(each.fsdp for each in change.ranks)
-    said = ("side by side: cuts of one matrix", "below each other: shards")
-    notes = "; ".join(note for note, is_so in zip(said, cut, strict=True) if is_so)
+    cut = any(rank.tp for rank in change.ranks), any(rank.fsdp for rank in change.ranks)
+    legends = ("side by side: cuts of one matrix", "below each other: shards")
+    notes = "; ".join(note for note, is_so in zip(legends, cut, strict=True) if is_so)
     return Group(table, Text(f"  {notes}", "dim")) if notes else Group(table)
 
 
 def _trace_table(traced: TraceWritten) -> Group:
     """By phase in a line, by operator in a table. The profiler slows steps: shares are what counts."""
     phases = Text("  phases  ")
-    for each in traced.phases:
-        if each.share >= 5e-4:
-            phases.append(f"{_clean(each.name)} ").append(f"{each.share:.0%}  ", "bold")
+    for phase in traced.phases:
+        if phase.share >= 5e-4:
+            phases.append(f"{_clean(phase.name)} ").append(f"{phase.share:.0%}  ", "bold")
     table = _table(f"Where {traced.steps} traced steps spent their time")
     table.add_column("operator", max_width=60, no_wrap=True)
     for name in ("own time", "share", "calls"):

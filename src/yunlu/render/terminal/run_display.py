@@ -1,4 +1,4 @@
-"""How a run looks while it lives: moving on a terminal, plain lines elsewhere, JSON for programs."""
+"""Display of an active run: live on a terminal, plain lines elsewhere, JSON for programs."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _PACE_S = 10.0
 
 
 class Display(Protocol):
-    """Shows what happens in a run, one happening at a time."""
+    """Shows events and metrics of a run, one at a time."""
 
     def show(self, item: FollowedItem) -> None:
         """Take one event or metric record."""
         ...
 
     def note(self, message: str) -> None:
-        """Say something that is not the run's own."""
+        """Show a message that does not come from the run."""
         ...
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Restore the screen."""
         ...
 
 
-class Course:
-    """What a display remembers of a run: its plan, its newest step, its pace."""
+class RunProgress:
+    """Plan, newest step and speed of a run, for a display."""
 
     def __init__(self) -> None:
         self.view = RunView()
@@ -96,7 +96,7 @@ class Course:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over the last seconds, evaluations included."""
+        """Over the last seconds, including evaluations."""
         if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
             return None
         (began_at, _, before), (at, _, after) = self._recent[0], self._recent[-1]
@@ -104,7 +104,7 @@ class Course:
 
     @property
     def remaining_s(self) -> float | None:
-        """At the pace of the last seconds."""
+        """At the speed of the last seconds."""
         if len(self._recent) < 2 or self.steps <= self.record["step"]:
             return None
         (began_at, first, _), (at, last, _) = self._recent[0], self._recent[-1]
@@ -155,11 +155,11 @@ class Course:
 
 
 class LiveDisplay:
-    """For a terminal: what happened stays above, what is happening moves below."""
+    """For a terminal: events stay above, the current step moves below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._course = Course()
+        self._progress = RunProgress()
         self._spinner = Spinner("dots", style=ACCENT)
         self._phase: str | None = "starting the worker"
         self._live = Live(
@@ -168,8 +168,8 @@ class LiveDisplay:
         self._live.start()
 
     def show(self, item: FollowedItem) -> None:
-        """Print what stays; keep what moves."""
-        self._course.take(item)
+        """Print events; update the moving part."""
+        self._progress.take(item)
         if isinstance(item, MetricRecord):
             self._phase = None
             return
@@ -178,7 +178,7 @@ class LiveDisplay:
         elif isinstance(item, StateChanged):
             is_stopping = item.state is RunState.STOPPING
             self._phase = "stopping: saving a checkpoint" if is_stopping else None
-        block = describe(item, self._course)
+        block = describe(item, self._progress)
         if block is not None:
             self._console.print(block)
 
@@ -191,17 +191,17 @@ class LiveDisplay:
         self._live.stop()
 
     def _moving(self) -> RenderableType:
-        course = self._course
+        progress = self._progress
         lines: list[RenderableType] = []
-        if course.record and course.steps:
-            left = course.remaining_s
-            share = f"{course.record['step'] / course.steps:4.0%}"
-            where = course.where() + (f"  ETA {show_duration(left)}" if left is not None else "")
-            where += f"  {workers}" if (workers := course.workers()) else ""
+        if progress.record and progress.steps:
+            left = progress.remaining_s
+            share = f"{progress.record['step'] / progress.steps:4.0%}"
+            where = progress.where() + (f"  ETA {show_duration(left)}" if left is not None else "")
+            where += f"  {workers}" if (workers := progress.workers()) else ""
             room = self._console.width - len(share + where) - 8
             bar = ProgressBar(
-                total=course.steps,
-                completed=course.record["step"],
+                total=progress.steps,
+                completed=progress.record["step"],
                 width=max(8, min(48, room)),
                 complete_style=ACCENT,
                 finished_style="green",
@@ -211,7 +211,7 @@ class LiveDisplay:
             grid.add_row(" ", bar, Text(share, style="bold"), text)
             lines.append(grid)
         phase = self._phase or ("" if lines else "working")
-        text = Text(phase, style="dim") if phase else figures_text(course.figures())
+        text = Text(phase, style="dim") if phase else figures_text(progress.figures())
         text.no_wrap, text.overflow = True, "ellipsis"
         # Not padded to the far edge: the ^C a terminal echoes there would begin a new line.
         line = Table.grid(padding=(0, 1))
@@ -225,22 +225,22 @@ class PlainDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._course = Course()
+        self._progress = RunProgress()
         self._shown_at = 0.0
 
     def show(self, item: FollowedItem) -> None:
         """Print the event; print a step only when the last line is old enough."""
-        course = self._course
-        course.take(item)
+        progress = self._progress
+        progress.take(item)
         if isinstance(item, MetricRecord):
-            last = course.steps and course.record["step"] >= course.steps
+            last = progress.steps and progress.record["step"] >= progress.steps
             if item.at - self._shown_at >= _LINE_EVERY_S or last:
                 self._shown_at = item.at
-                self._print(event_row("train", Text(step_line(course))))
+                self._print(event_row("train", Text(step_line(progress))))
             return
         if isinstance(item, ProgressReported):
             self._print(event_row("", Text(f"{item.phase} ...")))
-        block = describe(item, course)
+        block = describe(item, progress)
         if block is not None:
             self._print(block)
 
@@ -279,16 +279,16 @@ class JsonDisplay:
         self._out.flush()
 
     def note(self, message: str) -> None:
-        """For the person who watches: not on standard output."""
+        """On standard error: standard output carries JSON only."""
         sys.stderr.write(f"{message}\n")
 
     def close(self) -> None:
         """Nothing to close."""
 
 
-def step_line(course: Course) -> str:
+def step_line(progress: RunProgress) -> str:
     """One line about the newest step."""
-    parts = [course.where(), *(f"{name} {text}" for name, text in course.figures())]
-    parts += [workers] if (workers := course.workers()) else []
-    left = course.remaining_s
+    parts = [progress.where(), *(f"{name} {text}" for name, text in progress.figures())]
+    parts += [workers] if (workers := progress.workers()) else []
+    left = progress.remaining_s
     return "  ".join(parts) + (f"  ETA {show_duration(left)}" if left is not None else "")

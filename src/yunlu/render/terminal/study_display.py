@@ -1,4 +1,4 @@
-"""How a study looks while it goes on: a table on a terminal, lines elsewhere."""
+"""Display of a running study: a table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from yunlu.core.units import show_duration
 from yunlu.render.format import shorten, show_param, show_value
 from yunlu.render.terminal.page import ACCENT, indented
-from yunlu.render.terminal.study_tables import progress_line, study_page, trial_words
+from yunlu.render.terminal.study_tables import describe_state, progress_line, study_page
 from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ _LINE_EVERY_S = 30.0
 
 
 class StudyDisplay(Protocol):
-    """Shows a study as it goes on."""
+    """Shows a study while it runs."""
 
     def show(self, view: StudyView) -> None:
-        """Take how it stands now."""
+        """Show the current state."""
         ...
 
     def note(self, message: str) -> None:
-        """Say something that is not the study's own."""
+        """Show a message that does not come from the study."""
         ...
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Restore the screen."""
         ...
 
 
@@ -69,13 +69,13 @@ class LiveStudy:
         self._note = message
 
     def close(self) -> None:
-        """Leave the table as it stands."""
+        """Leave the table on the screen."""
         if self._is_open:
             self._is_open, self._note = False, ""
             self._live.stop()
 
     def page(self) -> RenderableType:
-        """What stands on the screen now."""
+        """What the screen shows now."""
         view = self._view
         if view is None:
             line = Table.grid(padding=(0, 1))
@@ -88,10 +88,10 @@ class LiveStudy:
 
 
 class PlainStudy:
-    """For a file or a pipe: a line for whatever happens to a trial."""
+    """For a file or a pipe: a line for every change of a trial."""
 
     def __init__(self, console: Console, known: Iterable[TrialFacts] = ()) -> None:
-        """``known``: trials of which it was told before."""
+        """``known``: trials that were shown before."""
         self._console = console
         self._known = {facts.number: facts for facts in known}
         self._told_at = time.monotonic()
@@ -100,8 +100,8 @@ class PlainStudy:
         """Print what is new."""
         for facts in view.trials:
             before = self._known.get(facts.number)
-            for words in _news(view, before, facts):
-                self._print(Text(f" trial {facts.number:<4} {words}"))
+            for text in _news(view, before, facts):
+                self._print(Text(f" trial {facts.number:<4} {text}"))
             self._known[facts.number] = facts
         if time.monotonic() - self._told_at > _LINE_EVERY_S:
             self._told_at = time.monotonic()
@@ -126,7 +126,7 @@ class QuietStudy:
         """Nothing yet."""
 
     def note(self, message: str) -> None:
-        """For the person who watches: not on standard output."""
+        """On standard error: standard output carries JSON only."""
         sys.stderr.write(f"{message}\n")
 
     def close(self) -> None:
@@ -134,10 +134,10 @@ class QuietStudy:
 
 
 def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list[str]:
-    """What happened to a trial since it was last looked at."""
+    """Changes of a trial since it was last shown."""
     news: list[str] = []
     if before is None:
-        short = shorten(each.name for each in view.dimensions)
+        short = shorten(dimension.name for dimension in view.dimensions)
         setting = (
             f"{short.get(key, key)}={show_param(value)}" for key, value in facts.params.items()
         )
@@ -162,15 +162,17 @@ def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list
     changed = before is None or before.state is not facts.state
     if changed and facts.state not in {TrialState.RUNNING, TrialState.WAITING}:
         took = f"  ({show_duration(facts.device_seconds)})" if facts.device_seconds else ""
-        news.append(_how_it_rests(view, facts) + took)
+        news.append(_describe_end(view, facts) + took)
     return news
 
 
-def _how_it_rests(view: StudyView, facts: TrialFacts) -> str:
-    """An error that another trial met before is not told again."""
+def _describe_end(view: StudyView, facts: TrialFacts) -> str:
+    """An error that another trial had before is not repeated."""
     if facts.state is not TrialState.FAILED:
-        return trial_words(facts)
-    alike = [each for each in view.trials if each.error == facts.error and each.ended_at]
-    first = min(alike, key=lambda each: each.ended_at or 0.0, default=facts)
+        return describe_state(facts)
+    alike = [trial for trial in view.trials if trial.error == facts.error and trial.ended_at]
+    first = min(alike, key=lambda trial: trial.ended_at or 0.0, default=facts)
     is_first = first.number == facts.number
-    return trial_words(facts) if is_first else f"{facts.state.value:<10}  as trial {first.number}"
+    return (
+        describe_state(facts) if is_first else f"{facts.state.value:<10}  as trial {first.number}"
+    )

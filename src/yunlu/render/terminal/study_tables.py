@@ -93,7 +93,7 @@ def title_line(view: StudyView) -> Text:
 def trials_table(view: StudyView, *, width: int, rows: int | None = None) -> RenderableType:
     """A row for each trial, the best first; of more than fit the best, and those that run."""
     shown = choose_rows(view, rows)
-    short = shorten(each.name for each in view.dimensions)
+    short = shorten(dimension.name for dimension in view.dimensions)
     fields = list(view.dimensions)
     table = _build_table(view, shown, fields, short)
     while len(fields) > 1 and _RULER.measure(table).maximum > width:
@@ -101,7 +101,9 @@ def trials_table(view: StudyView, *, width: int, rows: int | None = None) -> Ren
         table = _build_table(view, shown, fields, short)
     left = len(view.trials) - len(shown)
     notes = [f"{left} more: yunlu study show {view.name} --all"] if left else []
-    if hidden := [short[each.name] for each in view.dimensions if each not in fields]:
+    if hidden := [
+        short[dimension.name] for dimension in view.dimensions if dimension not in fields
+    ]:
         notes.append(f"not shown: {', '.join(hidden)}")
     return Group(table, *(Text(note, style="dim") for note in notes))
 
@@ -115,8 +117,8 @@ def _build_table(
     table = plain_table()
     table.collapse_padding = True
     table.add_column("", justify="right", no_wrap=True)
-    for each in fields:
-        table.add_column(short[each.name], justify="right", no_wrap=True)
+    for dimension in fields:
+        table.add_column(short[dimension.name], justify="right", no_wrap=True)
     table.add_column("curve", no_wrap=True, min_width=min(_CURVE, max(view.rungs, 5)))
     table.add_column("rung", justify="right", no_wrap=True)
     for metric in view.metrics:
@@ -132,7 +134,7 @@ def _build_table(
         best = view.best is not None and facts.number == view.best.number
         table.add_row(
             Text(f"{facts.number}", style=f"bold {ACCENT}" if best else "dim"),
-            *(_param(facts, each) for each in fields),
+            *(_param(facts, dimension) for dimension in fields),
             Text(_curve(facts), style=ACCENT if best else "bright_black" if style == "dim" else ""),
             _rung(view, facts),
             *_values(view, facts),
@@ -145,17 +147,17 @@ def _build_table(
 
 
 def choose_rows(view: StudyView, rows: int | None) -> list[TrialFacts]:
-    """The best, and whoever runs: up to half of the rows."""
+    """The best trials, and running ones in up to half of the rows."""
     ranked = rank_trials(view.trials, best=view.best)
     if rows is None or len(ranked) <= rows:
         return ranked
     rows = max(rows, 2)
-    running = [each for each in ranked if each.state is TrialState.RUNNING][: rows // 2]
-    kept = {each.number for each in running}
-    for each in ranked:
-        if len(kept) < rows:
-            kept.add(each.number)
-    return [each for each in ranked if each.number in kept]
+    running = [facts for facts in ranked if facts.state is TrialState.RUNNING][: rows // 2]
+    numbers = {facts.number for facts in running}
+    for facts in ranked:
+        if len(numbers) < rows:
+            numbers.add(facts.number)
+    return [facts for facts in ranked if facts.number in numbers]
 
 
 def progress_line(view: StudyView, *, now: float, bar: bool = True) -> RenderableType:
@@ -188,20 +190,20 @@ def progress_line(view: StudyView, *, now: float, bar: bool = True) -> Renderabl
     drawn = ProgressBar(
         total=1, completed=share, width=16, complete_style=ACCENT, finished_style="green"
     )
-    for place, line in enumerate(lines):
-        grid.add_row("" if place else drawn, line)
+    for index, line in enumerate(lines):
+        grid.add_row("" if index else drawn, line)
     return grid
 
 
 def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
-    """What the study will take, before it starts."""
+    """Forecast of trials, time and cost."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for quantity, name in _QUANTITIES.items():
-        told = forecast.get(quantity)
-        if told is None:
+        interval = forecast.get(quantity)
+        if interval is None:
             continue
-        value = show_amount(quantity, told["value"])
-        low, high = (show_amount(quantity, told[edge]) for edge in ("low", "high"))
+        value = show_amount(quantity, interval["value"])
+        low, high = (show_amount(quantity, interval[edge]) for edge in ("low", "high"))
         between = f"{low} to {high}" if low != high else ""
         grid.add_row(Text(name, style="dim"), Text(value, style="bold"), Text(between, style="dim"))
     notes = [Text(f"{note}", style="dim") for note in forecast.get("notes") or ()]
@@ -212,7 +214,7 @@ def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
     """What was predicted beside what came."""
     if not view.forecast:
         return None
-    came = {
+    actual = {
         "trials": float(len(view.trials)),
         "seconds": wall_s(view, now),
         "dollars": view.spent_dollars,
@@ -221,14 +223,14 @@ def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
     for title in ("", "predicted", "10 to 90 %", "measured"):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
     for quantity, name in _QUANTITIES.items():
-        told, measured = view.forecast.get(quantity), came[quantity]
-        if told is None or measured is None:
+        interval, measured = view.forecast.get(quantity), actual[quantity]
+        if interval is None or measured is None:
             continue
-        inside = told["low"] <= measured <= told["high"]
-        low, high = (show_amount(quantity, told[edge]) for edge in ("low", "high"))
+        inside = interval["low"] <= measured <= interval["high"]
+        low, high = (show_amount(quantity, interval[edge]) for edge in ("low", "high"))
         table.add_row(
             Text(name, style="dim"),
-            show_amount(quantity, told["value"]),
+            show_amount(quantity, interval["value"]),
             f"{low} – {high}",
             Text(show_amount(quantity, measured), style="bold green" if inside else "bold yellow"),
         )
@@ -250,7 +252,7 @@ def answer_block(view: StudyView, *, now: float) -> RenderableType:
     for name, value in best.params.items():
         row = [Text(short[name]), Text(show_param(value), style="bold")]
         # An empty column is measured too narrow, and the others pay for it.
-        more = [Text(name, style="dim")] if any(short[each] != each for each in short) else []
+        more = [Text(name, style="dim")] if any(short[field] != field for field in short) else []
         setting.add_row(*row, *more)
     parts: list[RenderableType] = [head, indented(setting), Text("")]
     if len(view.metrics) > 1:
@@ -300,11 +302,11 @@ def failure_lines(view: StudyView) -> list[Text]:
     ]
 
 
-def trial_words(facts: TrialFacts) -> str:
-    """How a trial ended, and why, in one line."""
+def describe_state(facts: TrialFacts) -> str:
+    """State of a trial, and the reason, in one line."""
     why = (facts.error or facts.reason).removeprefix(f"{facts.state.value} ").splitlines()
-    told = f"{facts.state.value:<10}"
-    return f"{told}  {why[0]}" if why else told
+    state = f"{facts.state.value:<10}"
+    return f"{state}  {why[0]}" if why else state
 
 
 def studies_table(views: Sequence[StudyView], *, now: float) -> Table:
@@ -374,7 +376,7 @@ def _counts(view: StudyView) -> Text:
 
 
 def _progress(view: StudyView, now: float) -> float | None:
-    """How much of what was asked is used up: the most of trials, money and time."""
+    """Share of the limits that is used up: the largest of trials, money and time."""
     shares: list[float] = []
     if view.trials_limit:
         over = sum(facts.state.is_over or facts.state is TrialState.HELD for facts in view.trials)

@@ -103,7 +103,7 @@ def _class_name(model: nn.Module) -> str:
 
 def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
-    description = lineage.splits.description
+    description = lineage.splits.about
     rows = [
         f"| {split} | {name} | {show_number(value)} |"
         for split, metrics in lineage.scores.items()

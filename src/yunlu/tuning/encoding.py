@@ -2,7 +2,7 @@
 
 Two forms. ``units``: one number in [0, 1] for each dimension, easy to draw and to vary. ``features``:
 what a model sees; a choice without an order has one column for each of its values, and a dimension
-that does not exist beside the others' values stands still, so that it makes no difference.
+that does not exist for the others' values is constant, so that it makes no difference.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Encoder:
         return belief
 
     def locate(self, settings: Sequence[Params]) -> Array:
-        """The units of settings; what a setting lacks stands in the middle."""
+        """The units of settings; what a setting lacks is in the middle."""
         units = np.full((len(settings), len(self._axes)), ABSENT)
         for at, (axis, dimension) in enumerate(zip(self._axes, self.dimensions, strict=True)):
             units[:, at] = axis.units_of([params.get(dimension.name) for params in settings])
@@ -223,8 +223,8 @@ class _Axis:
             return float(features[0])
         if self.columns > 1:
             return (int(np.argmax(features)) + 0.5) / self.count
-        place = round(float(features[0]) * (self.count - 1))
-        return (place + 0.5) / self.count
+        index = round(float(features[0]) * (self.count - 1))
+        return (index + 0.5) / self.count
 
     def features_of(self, units: Array) -> Array:
         if not self.choices:

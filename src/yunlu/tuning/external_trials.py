@@ -1,4 +1,4 @@
-"""Trials that the user's own program carries out: what it hands over, read and refused in words."""
+"""Trials run by an external program: checks and conversion of its input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from yunlu.tuning.study_dir import StudyError
 
 
-def refuse_function(function: Any, dollars: float | None) -> None:
-    """What cannot be called, or be paid for, carries out no trials."""
+def check_function(function: Any, dollars: float | None) -> None:
+    """Refuse what cannot be called, and budgets that cannot be tracked."""
     if not callable(function):
         raise StudyError(
             f"optimize calls a function for each trial, and {function!r} is none",
@@ -16,7 +16,7 @@ def refuse_function(function: Any, dollars: float | None) -> None:
         )
     if dollars is not None:
         raise StudyError(
-            "a budget is of runs: what a function of your own costs is not known",
+            "a budget applies to runs: the cost of your own function is unknown",
             hint="limit it by trials or deadline",
         )
 
@@ -35,6 +35,6 @@ def read_numbers(value: Any) -> list[float]:
         ) from None
 
 
-def error_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Why a trial failed, in one line."""
     return error.message if isinstance(error, StudyError) else f"{type(error).__name__}: {error}"

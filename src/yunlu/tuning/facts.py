@@ -1,4 +1,4 @@
-"""What there is to know of a study and its trials, at one instant. Values only."""
+"""A study and its trials at one instant. Values only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 StudyState = Literal["running", "finished", "stopped", "failed"]
-"""``stopped``: it can go on; ``finished`` and ``failed``: it says why in ``reason``."""
+"""``stopped``: it can continue; ``finished`` and ``failed``: see ``reason``."""
 Direction = Literal["minimize", "maximize"]
 
 
 class TrialFacts(Value):
-    """One trial: what the methods know of it, and what only people ask for."""
+    """One trial: what the methods see, and fields for people."""
 
     trial: Trial
     run: str | None
-    """The id of its run; None before it has one, and where the user's own function was called."""
+    """Id of its run; None before it has one, and for external trials."""
     directions: tuple[Direction, ...]
     times: tuple[float, ...] = ()
     """Instants of its evaluations, one for each of ``points``."""
@@ -38,7 +38,7 @@ class TrialFacts(Value):
     reason: str = ""
     """Why it was held, pruned or stopped."""
     error: str | None = None
-    """What it failed of."""
+    """Why it failed."""
 
     @property
     def number(self) -> int:
@@ -47,7 +47,7 @@ class TrialFacts(Value):
 
     @property
     def state(self) -> TrialState:
-        """Where it stands."""
+        """Its state."""
         return self.trial.state
 
     @property
@@ -99,15 +99,15 @@ class StudyView(Value):
     extra: dict[str, ParamValue] = Field(default_factory=dict[str, ParamValue])
     """Fields that go with any trial's setting when the job itself is trained: of a study on a narrow copy."""
     metrics: tuple[str, ...]
-    """What is sought, one for each objective: ``loss``, ``accuracy``, ``cost``, ..."""
+    """One for each objective: ``loss``, ``accuracy``, ``cost``, ..."""
     directions: tuple[Direction, ...]
     state: StudyState
     reason: str = ""
     """Why it ended."""
     method: str = ""
-    """How it searches, in words."""
+    """Name of the search method."""
     stop_rule: str = ""
-    """How it ends trials early, in words; empty where ``method`` says that too."""
+    """Name of the early-stopping rule; empty where the method includes one."""
     rungs: int = 0
     """Evaluations of a whole training; 0: not known before the first trial has its plan."""
     dimensions: tuple[Dimension, ...] = ()
@@ -116,13 +116,13 @@ class StudyView(Value):
     best: TrialFacts | None = None
     """By the first objective."""
     front: tuple[TrialFacts, ...] = ()
-    """Of several objectives: those that no other beats in all of them; else the best alone."""
+    """Pareto front of several objectives; else the best alone."""
     devices: int = 0
-    """That it may use in all; 0: not begun."""
+    """Devices of the study; 0: not started."""
     began_at: float | None = None
     ended_at: float | None = None
     idle_s: float = 0.0
-    """Between them, while nobody conducted it."""
+    """Between them, while no process ran it."""
     spent_s: float = 0.0
     """Device-seconds of all trials."""
     spent_dollars: float | None = None
@@ -131,7 +131,7 @@ class StudyView(Value):
     dollars_limit: float | None = None
     deadline_at: float | None = None
     forecast: dict[str, Any] | None = None
-    """What was foretold before it started."""
+    """Forecast before it started."""
 
     @property
     def metric(self) -> str:
@@ -145,7 +145,7 @@ class StudyView(Value):
 
     @property
     def is_external(self) -> bool:
-        """Whether its trials are carried out by the user's own program, which asks and tells."""
+        """Whether its trials are run by an external program, through ask and tell."""
         return bool(self.trials) and all(facts.run is None for facts in self.trials)
 
     def count(self, state: TrialState) -> int:
@@ -154,7 +154,7 @@ class StudyView(Value):
 
 
 def best_point(trial: Trial) -> Point | None:
-    """The evaluation a trial is known by: its best; of several objectives the last."""
+    """The evaluation that represents a trial: its best; of several objectives the last."""
     finite = [point for point in trial.points if all(map(math.isfinite, point.values))]
     if not finite:
         return None
@@ -174,7 +174,7 @@ def find_best(trials: Sequence[TrialFacts]) -> TrialFacts | None:
 
 
 def find_front(trials: Sequence[TrialFacts]) -> tuple[TrialFacts, ...]:
-    """The trials that no other beats in one objective without losing in another."""
+    """The Pareto front: trials that no other beats in one objective without losing in another."""
     known = [
         (point.values, facts)
         for facts in trials
@@ -186,7 +186,7 @@ def find_front(trials: Sequence[TrialFacts]) -> tuple[TrialFacts, ...]:
 
 
 def wall_s(view: StudyView, now: float) -> float | None:
-    """Seconds from the study's beginning to its end, or until now; while it rested do not count."""
+    """Seconds from the study's beginning to its end, or until now; pauses do not count."""
     if view.began_at is None:
         return None
     return max(0.0, (view.ended_at or now) - view.began_at - view.idle_s)
@@ -195,7 +195,7 @@ def wall_s(view: StudyView, now: float) -> float | None:
 def rank_trials(trials: Sequence[TrialFacts], *, best: TrialFacts | None) -> list[TrialFacts]:
     """The best first, then by value; those without one after them, failures last."""
 
-    def place(facts: TrialFacts) -> tuple[bool, bool, bool, float, int]:
+    def sort_key(facts: TrialFacts) -> tuple[bool, bool, bool, float, int]:
         point = best_point(facts.trial)
         return (
             best is None or facts.number != best.number,
@@ -205,7 +205,7 @@ def rank_trials(trials: Sequence[TrialFacts], *, best: TrialFacts | None) -> lis
             facts.number,
         )
 
-    return sorted(trials, key=place)
+    return sorted(trials, key=sort_key)
 
 
 def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

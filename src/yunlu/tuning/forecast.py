@@ -1,4 +1,4 @@
-"""What a study will take, told before it starts: time, dollars, and the trials that its budget buys."""
+"""Forecast of a study before it starts: time, cost, number of trials."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     _Cost = Callable[[int], float]
 
 EXAMPLE_TRIALS = 50
-"""Told of where nothing bounds the study."""
+"""Assumed where nothing limits the study."""
 _Z_80 = 1.2816
 """Of a normal distribution, 80 % lies within so many deviations."""
 _START_S = 6.0
@@ -64,7 +64,7 @@ class StudyForecast(Value):
 
     trials: Interval
     seconds: Interval | None
-    """On the clock on the wall; None where nobody knows yet how long a training takes."""
+    """Wall time; None where the time of a training is unknown."""
     dollars: Interval | None
     """None where no price is known."""
     device_s: Interval | None
@@ -100,31 +100,31 @@ def predict_search(
     dollars_per_hour: float | None = None,
     elastic: bool = True,
 ) -> StudyForecast:
-    """What a study of this job will take; within 10 to 90 %.
+    """Forecast of a study of this job, with 10 to 90 % intervals.
 
     Args:
-        job: What its trials are made of.
-        search: What is searched, how, and within which limits.
+        job: Job of the trials.
+        search: Space, method and limits.
         rungs: Evaluations of a whole training.
         devices: That its trials share.
-        parallel: Trials at once; without a word, as many as find devices.
-        trial: How long a training takes; without a word, as the probe and earlier runs tell.
-        dollars_per_hour: Of all devices; without a word, as the settings say.
-        elastic: Whether freed devices go to the trials that are left.
+        parallel: Trials at once; default: as many as fit on the devices.
+        trial: Time of a training; default: from the machine profile and earlier runs.
+        dollars_per_hour: Of all devices; default: from the settings.
+        elastic: Whether freed devices go to the remaining trials.
     """
     trial = trial or find_trial_time(job, devices=devices)
     price = dollars_per_hour if dollars_per_hour is not None else read_settings().dollars_per_hour
     least, is_fixed = find_size(job)
     most = max(devices // least, 1)
-    teller = _Teller(
+    forecaster = _Forecaster(
         search=search, rungs=rungs, devices=devices, least=least, trial=trial, price=price,
         slots=min(parallel or most, most), elastic=elastic and not is_fixed,
     )  # fmt: skip
-    return teller.tell()
+    return forecaster.compute()
 
 
 def predict_study(request: StudyRequest, *, devices: int) -> StudyForecast:
-    """The same of a study as it was asked for; what nobody knows of a training, a worker measures."""
+    """Forecast of a requested study; a worker measures what is unknown of a training."""
     job = request.job
     assert job is not None
     assert job.search is not None
@@ -154,7 +154,7 @@ def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     except YunluError:
         return None  # nothing is known of the model
     start_s = option.total_parts.get("start_up", _START_S)
-    # Without GPUs, a device is a share of the processor, which was foretold as a whole; but a start is
+    # Without GPUs, a device is a share of the processor, which was predicted as a whole; but a start-up is
     # the work of one core.
     slower = 1 if count_gpus() else devices
     whole = option.total_s
@@ -197,7 +197,7 @@ def trial_time_of(plan: Plan, *, devices: int) -> TrialTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Teller:
+class _Forecaster:
     """One forecast in the making."""
 
     search: SearchSpec
@@ -210,14 +210,14 @@ class _Teller:
     price: float | None
     elastic: bool
 
-    def tell(self) -> StudyForecast:
+    def compute(self) -> StudyForecast:
         trials, bound = self._count_trials()
         count = max(1, round(trials.value))
-        course = self._expect(count)
+        counts = self._expect(count)
         trial = self.trial
         seconds = device_s = dollars = None
         if trial is not None:
-            spread = self._spread_of(course)
+            spread = self._spread_of(counts)
             value = self._makespan_s(count)
             seconds = _spread(value, spread)
             device_s = _spread(self._device_s(count), spread)
@@ -238,11 +238,11 @@ class _Teller:
             dollars=dollars,
             device_s=device_s,
             trial_s=None if trial is None else trial.seconds,
-            share=course.rungs / (count * self.rungs),
+            share=counts.rungs / (count * self.rungs),
             devices=self.devices,
             parallel=self.slots,
             bound=bound,
-            notes=self._notes(course, count, bound),
+            notes=self._notes(counts, count, bound),
         )
 
     def _count_trials(self) -> tuple[Interval, Bound]:
@@ -294,19 +294,19 @@ class _Teller:
 
     def _device_s(self, trials: int) -> float:
         assert self.trial is not None
-        course = self._expect(trials)
-        lives = sum(stage.trials for stage in course.stages)
-        return (course.rungs * self._rung_s() + lives * self.trial.start_s) * self.least
+        counts = self._expect(trials)
+        starts = sum(stage.trials for stage in counts.stages)
+        return (counts.rungs * self._rung_s() + starts * self.trial.start_s) * self.least
 
-    def _spread_of(self, course: StageCounts) -> float:
+    def _spread_of(self, counts: StageCounts) -> float:
         """Deviation of the logarithm of all that the study takes."""
         assert self.trial is not None
         own = log(self.trial.seconds.high / max(self.trial.seconds.low, 1e-9)) / (2 * _Z_80)
-        trials = max(stage.trials for stage in course.stages)
+        trials = max(stage.trials for stage in counts.stages)
         # Trials differ from each other; in the mean of many that evens out, not quite: the search
         # goes where the good ones are.
         varied = _VARIED * (0.5 + 0.5 / sqrt(trials)) if self._varies_work() else 0.0
-        return sqrt(own**2 + course.spread**2 + varied**2)
+        return sqrt(own**2 + counts.spread**2 + varied**2)
 
     def _varies_work(self) -> bool:
         return any(not field.startswith(_SAME_WORK) for field in self.search.space)
@@ -314,14 +314,14 @@ class _Teller:
     def _deadline_s(self) -> float | None:
         return None if self.search.deadline is None else read_span_s(self.search.deadline)
 
-    def _notes(self, course: StageCounts, trials: int, bound: Bound) -> tuple[str, ...]:
+    def _notes(self, counts: StageCounts, trials: int, bound: Bound) -> tuple[str, ...]:
         notes: list[str] = []
         if self.trial is None:
             notes.append("how long a training takes is not known yet: the first trials will tell")
         else:
             whole_s = show_duration(self.trial.seconds.value)
             notes.append(f"a whole training takes {whole_s} on one device ({self.trial.source})")
-        share = course.rungs / (trials * self.rungs)
+        share = counts.rungs / (trials * self.rungs)
         if share < 1:
             notes.append(
                 f"a trial trains {share:.0%} of that in the mean ({find_stop(self.search)})"

@@ -83,7 +83,7 @@ def _telling_key(mappings: list[dict[str, Any]], name: str) -> str:
         if len(parts) < len(mappings) or any(_varies(part) for part in parts):
             continue
         values = [_plain(part, name) for part in parts]
-        if all(value not in values[:place] for place, value in enumerate(values)):
+        if all(value not in values[:index] for index, value in enumerate(values)):
             return str(key)
     raise _refused(name, "the mappings of an hp.choice need a key whose value is another in each")
 
@@ -112,7 +112,7 @@ def _either(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict
     differing = [field for field in one if one[field] != other.get(field)]
     if one.keys() != other.keys() or len(differing) > 1:
         raise _refused(
-            name, "it stands in options of several choices; that cannot be said by one condition"
+            name, "it occurs in options of several choices, which one condition cannot express"
         )
     return {
         field: [*one[field], *other[field]] if field in differing else one[field] for field in one

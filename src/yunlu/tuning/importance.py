@@ -1,7 +1,7 @@
 """Which dimensions mattered, judged by all trials: those that were stopped early, too.
 
 Optuna's evaluators see finished trials only, of which a study that stops early has few. Here every
-trial stands for what it would have reached by the last rung, had it gone on as others did.
+trial is extrapolated to the last rung by the progress of the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def expect_finals(trials: Sequence[Trial]) -> dict[int, float]:
     """What each trial has reached, or would have by the last rung; by number, smaller is better.
 
     A trial that stopped is carried on by what the median trial still gained from there. One that
-    diverged stands with the worst of the others.
+    diverged counts as the worst of the others.
     """
     curves = {trial.number: _best_so_far(trial) for trial in trials}
     known = {number: curve for number, curve in curves.items() if curve}
@@ -62,7 +62,7 @@ def expect_finals(trials: Sequence[Trial]) -> dict[int, float]:
 def rank_trials_by_value(finals: Mapping[int, float]) -> dict[int, float]:
     """0 for the best, 1 for the worst, and the others evenly between them."""
     order = sorted(finals.items(), key=lambda entry: (entry[1], entry[0]))
-    return {number: place / max(len(order) - 1, 1) for place, (number, _) in enumerate(order)}
+    return {number: index / max(len(order) - 1, 1) for index, (number, _) in enumerate(order)}
 
 
 def compute_importance(view: StudyView) -> Importance | None:
@@ -150,7 +150,7 @@ def _distribution(dimension: Dimension, trials: Sequence[Trial]) -> Any:
         return CategoricalDistribution(
             tuple(dict.fromkeys(str(each) for each in (*dimension.choices, *tried)))
         )
-    # Places, not values: a forest cuts a learning rate in the middle of its logarithm.
+    # Positions, not values: a forest splits a learning rate in the middle of its logarithm.
     slots = [place_on(dimension, trial.params[dimension.name]) for trial in trials
               if dimension.name in trial.params]  # fmt: skip
     return FloatDistribution(min(0.0, *slots), max(1.0, *slots))

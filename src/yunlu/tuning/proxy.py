@@ -1,4 +1,4 @@
-"""A narrow stand-in for a transformer: search there, carry what was found over to the wide one.
+"""A narrow proxy of a transformer: search there, transfer the settings to the wide model.
 
 Our transformers can be parametrised so that one learning rate suits all widths (µP, Yang et al. 2022,
 arXiv 2203.03466; ``training/models/mup.py``). The proxy has the depth, data and steps of its target and a
@@ -119,7 +119,7 @@ def _check_job(job: Job) -> None:
         )
     if model.weights is not None or model.adapter is not None:
         raise JobError(
-            "A proxy stands for a model trained from scratch, not for trained weights or an adapter.",
+            "A proxy replaces a model trained from scratch, not trained weights or an adapter.",
             hint="remove model.weights and model.adapter, or search without a proxy",
         )
     if job.train.optimizer.name not in {"adam", "adamw"}:

@@ -1,7 +1,7 @@
-"""The trials of a study, kept in Optuna's storage: whoever knows Optuna can read them.
+"""The trials of a study in Optuna's storage, readable with Optuna's own tools.
 
-What Optuna has a place for stands there (parameters with their distributions, values by rung with the
-metric's own sign, states); the rest in user attributes. One process writes; its copy in memory is true.
+Fields that Optuna has are stored there (parameters with their distributions, values by rung with the
+metric's own sign, states); the rest in user attributes. One process writes; its memory is authoritative.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BUSY_S = 30
 _STATES = {
     TrialState.WAITING: OptunaState.RUNNING,
     TrialState.RUNNING: OptunaState.RUNNING,
-    TrialState.HELD: OptunaState.RUNNING,  # Optuna knows no rest from which a trial goes on
+    TrialState.HELD: OptunaState.RUNNING,  # Optuna has no state from which a trial continues
     TrialState.PRUNED: OptunaState.PRUNED,
     TrialState.DONE: OptunaState.COMPLETE,
     TrialState.FAILED: OptunaState.FAIL,
@@ -55,7 +55,7 @@ class Records:
         self._lock = threading.RLock()
         name, has_begun = self.request.name, directory.read_status().began_at is not None
         if has_begun and not directory.database.is_file():
-            raise directory.damaged(directory.database)  # an empty one would try everything again
+            raise directory.damaged(directory.database)  # an empty one would repeat every trial
         try:
             self._storage = _open_storage(directory)
             known = {study.study_name for study in self._storage.get_all_studies()}
@@ -79,7 +79,7 @@ class Records:
     # Reading.
 
     def refresh(self) -> None:
-        """Read what another process has written since; what is over is not read again."""
+        """Read what another process has written since; ended trials are not read again."""
         with self._lock:
             found = self._storage.get_all_trials(self._study, deepcopy=False)
             self._ids = [trial._trial_id for trial in found]
@@ -100,7 +100,7 @@ class Records:
         return self._facts[number].trial
 
     def view(self) -> StudyView:
-        """The study as it stands."""
+        """The study as of now."""
         request, status, facts = self.request, self.dir.read_status(), self.facts()
         dollars = [each.dollars for each in facts if each.dollars is not None]
         best = find_best(facts)
@@ -140,7 +140,7 @@ class Records:
     # Writing.
 
     def change(self, **updates: Any) -> None:
-        """Ask for something else from now on."""
+        """Change fields of the request."""
         with self._lock:
             self.request = self.request.model_copy(update=updates)
             self.dir.write_request(self.request)
@@ -153,7 +153,7 @@ class Records:
         copied_from: tuple[int, int] | None = None,
         points: Sequence[tuple[Point, float]] = (),
     ) -> int:
-        """Record a new trial, in one transaction; its number."""
+        """Record a new trial in one transaction; return its number."""
         with self._lock:
             start = datetime.fromtimestamp(time.time())  # noqa: DTZ006 - Optuna's are naive
             trial = Trial(
@@ -190,7 +190,7 @@ class Records:
             )
             trial_id = self._storage.create_new_trial(self._study, template)
             number = self._storage.get_trial_number_from_id(trial_id)
-            assert number == trial.number, "somebody else writes into this study"
+            assert number == trial.number, "another process writes into this study"
             self._ids.append(trial_id)
             self._facts.append(facts)
             return number
@@ -215,7 +215,7 @@ class Records:
         copied_from: tuple[int, int] | None = None,
         **updates: Any,
     ) -> None:
-        """Note where a trial stands that is not over; ``updates`` are fields of ``TrialFacts``."""
+        """Update a trial that is not over; ``updates`` are fields of ``TrialFacts``."""
         with self._lock:
             facts = self._facts[number]
             trial = replace(
@@ -227,18 +227,18 @@ class Records:
             self._put(facts.model_copy(update={"trial": trial, **updates}))
 
     def end(self, number: int, state: TrialState, **updates: Any) -> None:
-        """A trial rests for good; ``updates`` are other fields of ``TrialFacts``."""
+        """End a trial; ``updates`` are other fields of ``TrialFacts``."""
         with self._lock:
             facts = self._facts[number]
             point = best_point(facts.trial)
             if state is TrialState.DONE and point is None:
                 state = TrialState.FAILED
-                updates.setdefault("error", "it never came to a number: its values are not finite")
+                updates.setdefault("error", "none of its values is finite")
             trial = replace(facts.trial, state=state)
             changes = {"trial": trial, "ended_at": time.time(), **updates}
             facts = facts.model_copy(update=changes)
             self._put(facts)
-            # The value of a pruned trial is its last one, by Optuna's custom; several have none.
+            # The value of a pruned trial is its last one, by Optuna's convention; several have none.
             values = facts.values if state is TrialState.DONE else None
             if state is TrialState.PRUNED and point is not None and len(point.values) == 1:
                 values = facts.curve[-1][1] if math.isfinite(facts.curve[-1][1][0]) else None
@@ -246,11 +246,11 @@ class Records:
             self._over[number] = facts
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database."""
         self._storage.remove_session()
 
     def _put(self, facts: TrialFacts) -> None:
-        """In memory and in the file, whichever attributes have changed."""
+        """Store in memory, and write changed attributes to the file."""
         before, after = _attributes(self._facts[facts.number]), _attributes(facts)
         for name in before | after:
             if after.get(name) != before.get(name):
@@ -270,7 +270,7 @@ class Records:
         state = over.get(found.state) or TrialState(about.get("state", default))
         copied = about.get("copied_from")
         params: Params = about.get("params") or found.params
-        if not points and found.state is OptunaState.COMPLETE:  # told by somebody else's program
+        if not points and found.state is OptunaState.COMPLETE:  # told by an external program
             points = (Point(1, turn_values(found.values, self.request.directions), 0.0),)
         return TrialFacts(
             trial=Trial(
@@ -295,7 +295,7 @@ class Records:
 
 
 def create_records(directory: StudyDir, request: StudyRequest) -> Records:
-    """Make the directory of a new study."""
+    """Create the directory of a new study."""
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         directory.write_request(request)
@@ -313,7 +313,7 @@ def open_study(name: str) -> Records:
     records = _opened.get(directory.path)
     if records is None or not directory.database.exists():
         records = _opened[directory.path] = Records(directory)
-    else:  # looked at again and again: only what is not over is read anew
+    else:  # read often: only trials that are not over are read again
         records.request = directory.read_request()
         records.refresh()
     return records
@@ -336,7 +336,7 @@ def _open_storage(directory: StudyDir) -> Any:
         cursor.execute("PRAGMA synchronous=NORMAL")
         cursor.close()
 
-    backend.engine.dispose()  # the connection that was opened before did not hear of that
+    backend.engine.dispose()  # the connection opened before lacks these settings
     return optuna.storages.get_storage(backend)
 
 
@@ -353,9 +353,9 @@ def _direction(word: str) -> Any:
 
 
 def _attributes(facts: TrialFacts) -> dict[str, Any]:
-    """What Optuna has no place for, as user attributes; nothing where there is nothing to say."""
+    """Fields that Optuna lacks, as user attributes; empty ones are left out."""
     trial = facts.trial
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "state": trial.state.value,
         "until": trial.until,
         "run": facts.run,
@@ -371,7 +371,7 @@ def _attributes(facts: TrialFacts) -> dict[str, Any]:
         "error": facts.error,
         "ended_at": facts.ended_at,
     }
-    return {name: value for name, value in told.items() if value not in (None, "", [])}
+    return {name: value for name, value in attributes.items() if value not in (None, "", [])}
 
 
 def _as_json(value: float) -> float | str:

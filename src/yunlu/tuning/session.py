@@ -101,12 +101,12 @@ def continue_study(name: str, limits: dict[str, Any]) -> StudyStart:
     if request.job is None or request.job.search is None or view.is_external:
         raise StudyError(
             f"the trials of {view.name} are carried out by a program of your own",
-            hint=f"in that program yunlu.Study(name={view.name!r}) goes on: ask, or optimize(function)",
+            hint=f"in that program yunlu.Study(name={view.name!r}) continues it: ask, or optimize(function)",
         )
     if view.state == "finished" and not given:
         raise StudyError(
             f"{view.name} is finished: {view.reason}",
-            hint=f"yunlu tune --resume {view.name} --trials N goes on with more of them",
+            hint=f"yunlu tune --resume {view.name} --trials N continues with more of them",
         )
     if given:
         search = with_search(request.job, None, given).search

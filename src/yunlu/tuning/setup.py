@@ -1,4 +1,4 @@
-"""A new study from a job: what it seeks, how many evaluations a training has, what it may cost."""
+"""Creates a study from a job: objectives, rungs, limits."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def open_or_create(
     overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> Records:
-    """The study of a job with a ``search``: the one of that name where it is the same, or a new one.
+    """Open the study of a job with a ``search``, or create it.
 
     Args:
-        job: What is tuned.
-        name: Of the study; the job's, with a number where that is taken, when not given.
+        job: The job to tune.
+        name: Of the study; default: the job's, with a number where that is taken.
         source: The job's file, as the user named it.
         overrides: Overrides of the job, as typed.
-        probes: Whether a worker may be started to find out what the job itself does not say.
+        probes: Whether a worker may be started to measure what the job does not specify.
     """
     assert job.search is not None
     known = _find_same(job, name)
@@ -79,7 +79,7 @@ def prepare_study(
     overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> StudyRequest:
-    """What a study of this job would be; refuses what cannot work. Leaves nothing behind."""
+    """Build the request of a study; refuse what cannot work. Writes nothing."""
     from yunlu.tuning.methods.factory import name_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import find_dimensions  # noqa: PLC0415 - as above
 
@@ -91,8 +91,8 @@ def prepare_study(
         )
     dimensions = find_dimensions(job)
     target, job = (job, _narrow(job)) if search.proxy else (None, job)
-    _refuse_silence(job)
-    _refuse_no_copies(search)
+    _check_evaluates(job)
+    _check_population(search)
     limits = find_limits(search)
     price = read_settings().dollars_per_hour
     if limits["dollars"] is not None and price is None:
@@ -102,12 +102,12 @@ def prepare_study(
             "or limit it by --trials or --deadline",
         )
     training = measure_training(job, search, probes=probes)
-    # Without a price the cost of a trial is the time of its devices, and is called so.
+    # Without a price, the cost of a trial is its device time, and is named so.
     unpriced = {"cost": "seconds"} if price is None else {}
     metrics = tuple(dict.fromkeys(unpriced.get(each, each) for each in training.metrics))
     directions = tuple(direction_of(metric, search.direction) for metric in metrics)
     method, stop = name_method(search, len(metrics))
-    return ask_study(
+    return make_study_request(
         job=job,
         target=target,
         name=_free_name(name, target or job),
@@ -126,8 +126,10 @@ def prepare_study(
     )
 
 
-def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) -> StudyRequest:
-    """A study as it is asked for now; ``fields`` are those of ``StudyRequest``."""
+def make_study_request(
+    *, name: str, dimensions: tuple[Dimension, ...], **fields: Any
+) -> StudyRequest:
+    """A request made now; ``fields`` are those of ``StudyRequest``."""
     request = StudyRequest(
         id=uuid.uuid4().hex,
         name=check_name(name),
@@ -136,12 +138,12 @@ def ask_study(*, name: str, dimensions: tuple[Dimension, ...], **fields: Any) ->
         **fields,
     )
     if request.job is not None and request.job.search is not None:
-        make_method_of(request)  # what the method refuses leaves no study behind
+        make_method_of(request)  # refused by the method: no study is written
     return request
 
 
 def make_method_of(request: StudyRequest) -> Method:
-    """The method of a study, as its job's search asks for it."""
+    """Build the search method of a study."""
     from yunlu.tuning.methods.factory import make_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import SettingCheck  # noqa: PLC0415 - as above
 
@@ -164,7 +166,7 @@ def make_method_of(request: StudyRequest) -> Method:
 
 
 def find_limits(search: SearchSpec) -> dict[str, Any]:
-    """How long a study may go on and on what, in the words of ``StudyRequest``."""
+    """Limits of a study, as fields of ``StudyRequest``."""
     deadline = search.deadline
     check_cpu_share(None if search.devices == "auto" else search.devices)
     return {
@@ -177,7 +179,7 @@ def find_limits(search: SearchSpec) -> dict[str, Any]:
 
 
 def with_search(job: Job, search: Any, options: Mapping[str, Any]) -> Job:
-    """The job with this search, or with its own, and with these words of it changed."""
+    """The job with this search, or its own, and these options of it changed."""
     before = search if search is not None else job.search
     known: Mapping[str, Any]
     if isinstance(before, SearchSpec):
@@ -195,7 +197,7 @@ def with_search(job: Job, search: Any, options: Mapping[str, Any]) -> Job:
     return job_from_mapping(mapping, where="search")
 
 
-def _refuse_no_copies(search: SearchSpec) -> None:
+def _check_population(search: SearchSpec) -> None:
     size = search.stop.population
     if search.stop.name == "pbt" and search.trials is not None and search.trials <= size:
         raise StudyError(
@@ -206,7 +208,7 @@ def _refuse_no_copies(search: SearchSpec) -> None:
 
 
 def _narrow(job: Job) -> Job:
-    """What is trained instead of a wide model, where settings carry over."""
+    """The narrow proxy of a wide model, to which settings transfer."""
     from yunlu.tuning.proxy import check_fields, make_proxy  # noqa: PLC0415 - rarely needed
 
     assert job.search is not None
@@ -214,10 +216,10 @@ def _narrow(job: Job) -> Job:
     return make_proxy(job)
 
 
-def _refuse_silence(job: Job) -> None:
+def _check_evaluates(job: Job) -> None:
     if job.train.evaluate == "never":
         raise StudyError(
-            "train.evaluate is never: nothing is reported that settings could be compared by",
+            "train.evaluate is never: no metric is reported to compare settings by",
             hint="set train.evaluate to epoch, or to a number of steps",
         )
     if job.data.validation is None and job.data.split.validation == 0:
@@ -228,7 +230,7 @@ def _refuse_silence(job: Job) -> None:
 
 
 def _find_same(job: Job, name: str | None) -> Records | None:
-    """The study that was begun with the very same job, so that the same command goes on with it."""
+    """The study of the very same job, so that the same command continues it."""
     if name is not None:
         directory = StudyDir(studies_home() / check_name(name))
         if not directory.request.exists():
@@ -237,7 +239,7 @@ def _find_same(job: Job, name: str | None) -> Records | None:
             return Records(directory)
         raise StudyError(
             f"there is a study {name} already, of another job or search",
-            hint=f"give another name, or go on with that one: yunlu tune --resume {name}",
+            hint=f"give another name, or continue it: yunlu tune --resume {name}",
         )
     base = _base_name(None, job)
     for known in list_studies():  # the newest first
@@ -255,7 +257,7 @@ def _is_of(directory: StudyDir, job: Job) -> bool:
 
 
 def _plain(job: Job) -> Job:
-    """Without what says only how long the study may go on."""
+    """The job without the limits of its study."""
     assert job.search is not None
     none = dict.fromkeys(("trials", "budget", "deadline"))
     search = job.search.model_copy(update={**none, "parallel": "auto", "devices": "auto"})

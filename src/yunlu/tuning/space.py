@@ -1,6 +1,6 @@
 """The space of a search: from a job's ``search`` to dimensions, and from a setting back to a job.
 
-A setting holds scalars. A choice that is a list or a mapping stands in it as its JSON text
+A setting holds scalars. A choice that is a list or a mapping is stored as its JSON text
 (``"[128, 64]"``); ``apply_params`` puts the list itself into the job.
 """
 
@@ -53,7 +53,7 @@ def make_dimensions(search: SearchSpec) -> tuple[Dimension, ...]:
 
 
 def apply_params(job: Job, params: Params) -> Job:
-    """The job with the setting in place, and without its search."""
+    """The job with the setting applied, and without its search."""
     space = job.search.space if job.search else {}
     values = {
         name: decode_value(space[name], value) if name in space else value
@@ -149,10 +149,10 @@ def list_values(dimension: Dimension, *, points: int | None = None) -> list[Para
     step = dimension.step or (1.0 if dimension.is_int and points is None else None)
     if step:
         count = math.floor((high - low) / step + 1e-9) + 1
-        return [_as_value(dimension, low + place * step) for place in range(count)]
+        return [_as_value(dimension, low + index * step) for index in range(count)]
     if points is None:
         return [_as_value(dimension, low)] if low == high else []
-    shares = [place / (points - 1) for place in range(points)] if points > 1 else [0.5]
+    shares = [index / (points - 1) for index in range(points)] if points > 1 else [0.5]
     numbers = [
         low * (high / low) ** share if dimension.log else low + share * (high - low)
         for share in shares

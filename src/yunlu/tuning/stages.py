@@ -97,7 +97,7 @@ def count_population(search: SearchSpec, rungs: int) -> int | None:
 
 
 def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage, ...]:
-    """From comparison to comparison as many as were founded: a copy takes the place of another."""
+    """The same number of trials at every comparison: a copy replaces another."""
     members, every = min(trials, search.stop.population), search.stop.every
     return tuple(
         Stage(trials=members, rungs=float(min(every, rungs - before)))
@@ -118,7 +118,7 @@ def count_space(search: SearchSpec) -> int | None:
 
 
 def makespan_s(
-    course: StageCounts,
+    counts: StageCounts,
     *,
     rung_s: float,
     devices: int,
@@ -134,13 +134,13 @@ def makespan_s(
         rung_s: From one rung to the next, on one device.
         devices: How many there are.
         parallel: How many trials may train at once.
-        start_s: Until a trial that begins or goes on makes its first step.
+        start_s: Start-up time of a trial, new or continued.
         power: Speed on k devices is k to this power.
         elastic: Whether devices that nobody needs go to the trials that are left.
     """
     slots = max(1, min(parallel, devices))
     speed = (max(1, devices // slots)) ** power if elastic else 1.0
-    if course.waits or elastic:
+    if counts.waits or elastic:
         return sum(
             _stage_s(
                 stage,
@@ -150,11 +150,11 @@ def makespan_s(
                 start_s=start_s,
                 power=power,
             )
-            for stage in course.stages
+            for stage in counts.stages
         )
-    lives = sum(stage.trials for stage in course.stages)
-    work_s = course.rungs * rung_s / speed + lives * start_s
-    longest_s = _longest(course.stages) * rung_s / speed + start_s
+    starts = sum(stage.trials for stage in counts.stages)
+    work_s = counts.rungs * rung_s / speed + starts * start_s
+    longest_s = _longest(counts.stages) * rung_s / speed + start_s
     # Between what no schedule can beat and what no list schedule exceeds (Graham 1969).
     best_s = max(work_s / slots, longest_s)
     worst_s = (work_s + (slots - 1) * longest_s) / slots

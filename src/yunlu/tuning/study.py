@@ -1,4 +1,4 @@
-"""The public face of a study: ask, tell, optimize, best."""
+"""The public API of a study: ask, tell, optimize, best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from yunlu.jobs.job_input import build_job
-from yunlu.tuning.external_trials import error_words, read_numbers, refuse_function
+from yunlu.tuning.external_trials import check_function, describe_error, read_numbers
 from yunlu.tuning.facts import find_best
 from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.setup import (
@@ -45,12 +45,12 @@ _TOLD = ("done", "pruned", "failed")
 
 @dataclass(frozen=True, slots=True)
 class AskedTrial:
-    """A trial for your own program to carry out; then ``tell`` its value."""
+    """A trial for your own program to run; then ``tell`` its value."""
 
     number: int
     params: Params
     job: Job | None
-    """The study's job with the setting in place."""
+    """The study's job with the setting applied."""
 
     def __getitem__(self, field: str) -> Any:
         """The value of one field."""
@@ -61,7 +61,7 @@ class Study:
     """A search for good settings of a job.
 
     Ask, tell and optimize may be called from several threads of one process; a study has one process
-    at a time. A study is kept by its name: another program, or this one after a crash, goes on with it.
+    at a time. A study is stored by its name: another program, or this one after a crash, continues it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Study:
         search: Any = None,
         **options: Any,
     ) -> None:
-        """Open the study of that name, or begin one.
+        """Open the study of that name, or create one.
 
         Args:
             job: A job file or a ``Job``; without it, the study ``name`` must exist.
@@ -89,7 +89,7 @@ class Study:
         self._held = ExitStack()
         self._is_held = False
         self._abandoned: list[int] = []
-        """Trials that an earlier process asked for and never told of."""
+        """Trials that an earlier process asked for and never reported."""
         self._method: Method | None = None
         if job is None:
             if name is None:
@@ -115,12 +115,12 @@ class Study:
 
     @property
     def name(self) -> str:
-        """It is kept by this name."""
+        """Its name."""
         return self._records.request.name
 
     @property
     def records(self) -> Records:
-        """Its trials, for those who conduct it."""
+        """Its trials, for the runner."""
         return self._records
 
     @property
@@ -242,13 +242,13 @@ class Study:
             budget: The most they may cost, in dollars; of runs of the job.
             deadline: The longest it may take, such as ``2h``.
             parallel: How many at once; your own function is then called from as many threads.
-            places: Where the runs are; the pool where one is up, else this machine.
-            elastic: Whether runs may grow onto devices that others gave up.
-            on_change: Shown the study while it goes on.
-            is_asked_to_stop: Looked at often; ends the search so that it can go on later.
+            slots: Where the runs execute; default: the pool if one is up, else this machine.
+            elastic: Whether runs may grow onto devices freed by others.
+            on_change: Receives the study while it runs.
+            is_asked_to_stop: Polled; ends the search so that it can continue later.
         """
         if function is not None:
-            refuse_function(function, budget or self._records.request.dollars)
+            check_function(function, budget or self._records.request.dollars)
         self._limit(trials=trials, budget=budget, deadline=deadline, parallel=parallel)
         if function is not None:
             self._call(function, is_asked_to_stop)
@@ -293,7 +293,7 @@ class Study:
                 _, running = wait(running, return_when=FIRST_COMPLETED)
                 self._refuse_failures()
         if time.monotonic() >= ends_at:
-            self._end("the time is over")
+            self._end("the deadline has passed")
 
     def _refuse_failures(self) -> None:
         facts = self._records.facts()
@@ -312,14 +312,14 @@ class Study:
             if value is None:
                 raise StudyError("the function returned nothing, where a value was expected")
             self.tell(request, value)
-        except Exception as error:  # noqa: BLE001 - the study goes on without this trial
-            self.tell(request, state="failed", error=error_words(error))
+        except Exception as error:  # noqa: BLE001 - the study continues without this trial
+            self.tell(request, state="failed", error=describe_error(error))
 
     def _choose(self) -> Action:
         request, trials = self._records.request, self._records.trials()
         left = None if request.trials is None else max(request.trials - len(trials), 0)
         if left == 0:
-            return EndStudy("all trials were begun")
+            return EndStudy("all trials were started")
         snapshot = StudySnapshot(
             trials=trials,
             rungs=1,

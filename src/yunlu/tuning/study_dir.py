@@ -1,7 +1,7 @@
-"""The directory of a study: what was asked, who conducts it, and how it ended.
+"""The directory of a study.
 
-``study.json`` is what was asked; ``study.sqlite3`` holds the trials (see ``records``); ``state.json``
-says how it stands; whoever conducts it holds ``conductor.lock``; a file ``stop`` asks that one to end.
+``study.json`` is the request; ``study.sqlite3`` holds the trials (see ``records``); ``state.json`` is the
+status; the process that runs the study holds ``runner.lock``; a file ``stop`` asks it to end.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
 class StudyError(YunluError):
-    """A study cannot begin or go on: nothing to search, nobody reports, every trial fails."""
+    """A study cannot start or continue: nothing to search, no metric reported, every trial fails."""
 
     code = "study"
 
 
 class StudyRequest(Value):
-    """What a study was asked for: ``study.json``."""
+    """Request of a study: ``study.json``."""
 
     id: str
-    """Tells it from another one of the same name."""
+    """Distinguishes it from another study of the same name."""
     name: str
     job: Job | None = None
-    """What trials are made of; None where the user's own program calls ask and tell."""
+    """Job of the trials; None where an external program calls ask and tell."""
     source: str | None = None
-    """The job's file, as it was named."""
+    """The job's file, as named by the user."""
     overrides: tuple[str, ...] = ()
     """Overrides of the job, as typed: ``train.epochs=3``."""
     target: Job | None = None
-    """Where ``job`` is a narrow copy: what it is a copy of."""
+    """Where ``job`` is a narrow proxy: the original job."""
     metrics: tuple[str, ...]
     directions: tuple[Literal["minimize", "maximize"], ...]
     rungs: int = 0
     """Evaluations of a whole training; 0: not known yet."""
     plan: Plan | None = None
-    """Of the job itself, where a worker was asked for one."""
+    """Of the job itself, where a worker made one."""
     fields: tuple[dict[str, Any], ...] = ()
     """The dimensions, as ``dump_dimension`` writes them."""
     method: str = ""
@@ -66,7 +66,7 @@ class StudyRequest(Value):
     trials: int | None = None
     dollars: float | None = None
     deadline_s: float | None = None
-    """On the clock on the wall; how long a study that was stopped rests does not count."""
+    """Wall time; pauses of a stopped study do not count."""
     parallel: int | None = None
     devices: int | None = None
     dollars_per_hour: float | None = None
@@ -87,16 +87,16 @@ def dump_dimension(dimension: Dimension) -> dict[str, Any]:
 
 def _read_dimension(field: dict[str, Any]) -> Dimension:
     likely = field.get("likely")
-    told: dict[str, Any] = field | {
+    fields: dict[str, Any] = field | {
         "choices": tuple(field.get("choices", ())),
         "when": {name: tuple(values) for name, values in field.get("when", {}).items()},
         "likely": None if likely is None else tuple(likely),
     }
-    return Dimension(**told)
+    return Dimension(**fields)
 
 
 class StudyStatus(Value):
-    """How a study stands: ``state.json``."""
+    """Status of a study: ``state.json``."""
 
     state: Literal["running", "finished", "stopped", "failed"] = "stopped"
     reason: str = ""
@@ -104,12 +104,12 @@ class StudyStatus(Value):
     ended_at: float | None = None
     devices: int = 0
     clock_at: float | None = None
-    """Since when the deadline counts."""
+    """Start of the deadline."""
     idle_s: float = 0.0
-    """From its beginning on, while nobody conducted it."""
+    """Time since its start in which no process ran it."""
 
     def idle_until(self, now: float) -> float:
-        """What ``idle_s`` is where it goes on now; when one that was killed ended, nobody knows."""
+        """``idle_s`` if it continues now; the end of a killed runner is unknown and adds nothing."""
         return self.idle_s + (0.0 if self.ended_at is None else max(now - self.ended_at, 0.0))
 
 
@@ -135,26 +135,26 @@ class StudyDir:
         return f"sqlite:///{self.database}"
 
     def read_request(self) -> StudyRequest:
-        """What was asked for."""
+        """The request."""
         try:
             return StudyRequest.model_validate_json(self.request.read_bytes())
         except ValidationError as error:
             raise self.damaged(self.request) from error
 
     def damaged(self, file: Path) -> StudyError:
-        """Nobody can read this file of it."""
+        """The error for a file that cannot be read."""
         return StudyError(
             f"the study {self.name} is damaged: {file} cannot be read",
             hint=f"bring the file back, or move the directory {self.path} away",
         )
 
     def write_request(self, request: StudyRequest) -> None:
-        """Note what is asked for from now on."""
+        """Write the request."""
         # What was not set stays unset: a search is read again as it was written.
         write_atomically(self.request, request.model_dump_json(indent=2, exclude_unset=True))
 
     def read_status(self) -> StudyStatus:
-        """How it stands; one whose conductor vanished is stopped."""
+        """The status; ``stopped`` where the runner has vanished."""
         try:
             status = StudyStatus.model_validate_json(self.status.read_bytes())
         except FileNotFoundError:
@@ -163,16 +163,16 @@ class StudyDir:
             raise self.damaged(self.status) from error
         if status.state == "running" and not self.is_running():
             return status.model_copy(
-                update={"state": "stopped", "reason": "whoever conducted it ended"}
+                update={"state": "stopped", "reason": "the process that ran it has ended"}
             )
         return status
 
     def write_status(self, status: StudyStatus) -> None:
-        """Note how it stands."""
+        """Write the status."""
         write_atomically(self.status, status.model_dump_json())
 
     def is_running(self) -> bool:
-        """Whether somebody conducts it now."""
+        """Whether a process runs it now."""
         try:
             with _locked(self.lock, create=False):
                 return False
@@ -183,19 +183,19 @@ class StudyDir:
 
     @contextmanager
     def locked_by_runner(self) -> Generator[None]:
-        """Be the one who conducts it; the lock goes with the process, however that ends."""
+        """Hold the runner's lock; it is released with the process, however that ends."""
         try:
             with _locked(self.lock, create=True):
                 self.stop.unlink(missing_ok=True)
                 yield
         except BlockingIOError as error:
             raise StudyError(
-                f"the study {self.name} is being conducted by another process",
+                f"the study {self.name} is being run by another process",
                 hint=f"yunlu study show {self.name} watches it, yunlu study stop {self.name} ends it",
             ) from error
 
     def request_stop(self) -> None:
-        """Ask whoever conducts it to hold the trials and end."""
+        """Ask the runner to hold the trials and end."""
         write_atomically(self.stop, "")
 
 
@@ -205,7 +205,7 @@ def studies_home() -> Path:
 
 
 def check_name(name: str) -> str:
-    """A name that a directory, and the runs of its trials, can bear."""
+    """Check a name; it is used for a directory and the runs of the trials."""
     if not _NAME.fullmatch(name):
         raise StudyError(
             f"{name!r} cannot name a study",

@@ -1,4 +1,4 @@
-"""What a method of searching is told, and what it answers. Values only; spans in seconds.
+"""Input and output of search methods. Values only; spans in seconds.
 
 The same methods decide in a live study and in the replay of recorded curves.
 """
@@ -19,18 +19,18 @@ Params = dict[str, ParamValue]
 
 
 class TrialState(StrEnum):
-    """Where a trial stands."""
+    """State of a trial."""
 
-    WAITING = "waiting"  # decided, not yet begun
-    RUNNING = "running"  # training, or about to: it holds a place
-    HELD = "held"  # saved at a rung: can go on from there, holds nothing
-    PRUNED = "pruned"  # given up; never goes on
+    WAITING = "waiting"  # decided, not yet started
+    RUNNING = "running"  # training, or about to: it holds a slot
+    HELD = "held"  # saved at a rung: can continue from there, holds no devices
+    PRUNED = "pruned"  # ended early; never continues
     DONE = "done"  # trained to its end
     FAILED = "failed"
 
     @property
     def is_over(self) -> bool:
-        """Whether it rests for good."""
+        """Whether it has ended for good."""
         return self in {TrialState.PRUNED, TrialState.DONE, TrialState.FAILED}
 
 
@@ -41,9 +41,9 @@ class Point:
     rung: int
     """Evaluations so far, this one included: 1, 2, ... up to the study's ``rungs``."""
     values: tuple[float, ...]
-    """One for each objective, smaller is better (a metric to maximise stands with its sign turned)."""
+    """One for each objective, smaller is better (a metric to maximize is negated)."""
     seconds: float
-    """Device-seconds that the trial had used by then, over all its lives."""
+    """Device-seconds that the trial had used by then, over all its attempts."""
 
     @property
     def value(self) -> float:
@@ -53,17 +53,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One setting, and how it did so far."""
+    """One setting and its evaluations so far."""
 
     number: int
-    """From 0, in the order of their beginning; also Optuna's number of it."""
+    """From 0, in the order of their start; also its number in Optuna."""
     params: Params
     state: TrialState
     points: tuple[Point, ...] = ()
     until: int = 0
     """The rung up to which it may run now."""
     copied_from: tuple[int, int] | None = None
-    """The trial and rung whose checkpoint it began from."""
+    """Trial and rung whose checkpoint it started from."""
 
     @property
     def rung(self) -> int:
@@ -73,16 +73,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySnapshot:
-    """All that is known of a study at one instant."""
+    """A study at one instant, as the methods see it."""
 
     trials: Sequence[Trial]
     rungs: int
     """Evaluations of a whole training."""
     objectives: int = 1
     trials_left: int | None = None
-    """How many more may begin; None: any number."""
+    """How many more may start; None: no limit."""
     seconds_left: float | None = None
-    """Of time, or of what the budget buys, whichever ends first; None: no end."""
+    """Until the deadline or the end of the budget, whichever comes first; None: no limit."""
     workers: int = 1
     """Trials that can run at once."""
 
@@ -94,12 +94,12 @@ class StartTrial:
     params: Params
     until: int
     copy_from: tuple[int, int] | None = None
-    """Begin from the checkpoint of this trial at this rung, with the new setting."""
+    """Start from the checkpoint of this trial at this rung, with the new setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Let a held (or running) trial train further."""
+    """Continue a held (or running) trial to a later rung."""
 
     number: int
     until: int
@@ -107,7 +107,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class WaitForResults:
-    """Nothing is worth starting before somebody who runs has told more."""
+    """Start nothing before a running trial reports more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +121,16 @@ Action = StartTrial | Continue | WaitForResults | EndStudy
 
 
 class Verdict(StrEnum):
-    """What becomes of a running trial after an evaluation."""
+    """Decision on a running trial after an evaluation."""
 
     GO_ON = "go on"  # to its ``until``, or, where it has reached that, beyond: see ``Judgement``
-    HOLD = "hold"  # save, free the devices; may go on later
+    HOLD = "hold"  # save, free the devices; may continue later
     PRUNE = "prune"  # free the devices, for good
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and how far the trial may run by it."""
+    """A verdict, and the rung up to which the trial may run."""
 
     verdict: Verdict
     until: int = 0
@@ -138,14 +138,14 @@ class Judgement:
 
 
 class Method(Protocol):
-    """A way of searching. Deterministic: the same stand and seed give the same answer."""
+    """A search method. Deterministic: the same snapshot and seed give the same answer."""
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        """A place is free: what is done with it?"""
+        """Next action for a free slot."""
         ...
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
-        """A running trial was just evaluated (its newest point is in the stand): does it go on?"""
+        """Decide on a running trial that was just evaluated (its newest point is in the snapshot)."""
         ...
 
 
@@ -166,4 +166,4 @@ class Dimension:
     )
     """It exists only where these fields have one of these values."""
     likely: tuple[float, float] | None = None
-    """What the user believes: a mean and a deviation, in the dimension's own unit (log10 where ``log``)."""
+    """Prior of the user: mean and deviation, in the dimension's own unit (log10 where ``log``)."""

@@ -1,4 +1,4 @@
-"""A study as others see it: all that is printed, drawn or reported of one comes from here."""
+"""Read-only view of a study, for everything that is printed, drawn or reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def read_view(name: str) -> StudyView:
-    """A study as it stands now, read from its directory; ``last`` is the newest."""
+    """Read a study from its directory; ``last`` is the newest."""
     from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
 
     return open_study(name).view()

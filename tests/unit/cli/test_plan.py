@@ -120,7 +120,7 @@ def test_limits_that_nothing_meets_end_with_one_and_the_nearest(
         (["--set", "train.micro_batch=3"], "train.micro_batch: 3 does not divide"),
         (["--set", "layout=tp3"], "cannot be cut 3 ways"),
         (["--set", "layout=cp2"], "context parallel is not available"),
-        (["--plot", "out.gif"], "its name may end in .png, .svg, .html"),
+        (["--plot", "out.gif"], "use one of .png, .svg, .html"),
         (["--compare"], "plan takes two job files, got 1"),
         (["--compare", "--top", "3"], "--top does not go with --compare"),
         (["--compare", "--explain", "--plot", "a.png"], "--explain, --plot do not go with"),

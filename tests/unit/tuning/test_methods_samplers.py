@@ -113,7 +113,9 @@ def make_sampler(name: str, dimensions: Sequence[Dimension], seed: int) -> Sampl
     draws = SettingDraws(dimensions, allows)
     if name in {"tpe", "gp", "nsga2"}:
         return OptunaSampler(name, draws, seed=seed, population=8)  # type: ignore[arg-type]
-    return {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](draws, seed=seed)
+    return {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](
+        draws, seed=seed
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,7 +192,9 @@ def test_any_space_is_kept_to(dimensions: tuple[Dimension, ...], name: str, seed
     sampler: Any = (
         OptunaSampler(name, draws, seed=seed, population=4)  # type: ignore[arg-type]
         if name in {"tpe", "nsga2"}
-        else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](draws, seed=seed)
+        else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](
+            draws, seed=seed
+        )
     )
     params = sampler.suggest(StudySnapshot(trials=trials, rungs=1))
     if params is not None:
@@ -307,7 +311,9 @@ def test_a_small_space_is_searched_without_repeats_and_ends() -> None:
         sampler: Any = (
             OptunaSampler("tpe", SettingDraws(dimensions), seed=1)
             if name == "tpe"
-            else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](SettingDraws(dimensions), seed=1)
+            else {"random": RandomSampler, "sobol": SobolSampler, "cmaes": CmaEsSampler}[name](
+                SettingDraws(dimensions), seed=1
+            )
         )
         trials: list[Trial] = []
         while (params := sampler.suggest(StudySnapshot(trials=trials, rungs=1))) is not None:
@@ -403,7 +409,9 @@ def test_earlier_trials_are_learned_from_where_they_fit() -> None:
 
 def test_first_settings_bring_what_they_depend_on():
     request = search(method="random", stop="none", first=[{"nesterov": True, "momentum": 0.777}])
-    move = make_method(request, make_dimensions(request), seed=0).choose(StudySnapshot(trials=(), rungs=3))
+    move = make_method(request, make_dimensions(request), seed=0).choose(
+        StudySnapshot(trials=(), rungs=3)
+    )
     assert isinstance(move, StartTrial)
     assert (move.params["name"], move.params["momentum"]) == ("sgd", 0.777)
     assert move.params["nesterov"] is True

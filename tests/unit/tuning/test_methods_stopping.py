@@ -89,7 +89,9 @@ class Counted(SamplerWithStopping):
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         judgement = super().judge(number, snapshot)
-        goes_on = judgement.verdict is Verdict.GO_ON and judgement.until > snapshot.trials[number].rung
+        goes_on = (
+            judgement.verdict is Verdict.GO_ON and judgement.until > snapshot.trials[number].rung
+        )
         self.check(snapshot, number if goes_on else None)
         return judgement
 
@@ -98,7 +100,9 @@ class Counted(SamplerWithStopping):
         brackets = {self.halving.bracket_of(t.number, snapshot.rungs) for t in snapshot.trials}
         for bracket in brackets:
             rivals = [
-                t for t in snapshot.trials if self.halving.bracket_of(t.number, snapshot.rungs) == bracket
+                t
+                for t in snapshot.trials
+                if self.halving.bracket_of(t.number, snapshot.rungs) == bracket
             ]
             for rung in self.halving.milestones(rivals[0].number, snapshot.rungs)[:-1]:
                 came = sum(t.rung >= rung for t in rivals)
@@ -124,7 +128,9 @@ def test_no_rung_ever_lets_more_than_one_in_eta_go_on(
     method = Counted(SuccessiveHalving(eta=eta, first=first, brackets=brackets), eta=eta, seed=seed)
     trace = replay(method, Curves(rungs), workers=workers, budget_s=100)
     assert method.questions
-    ladders = {trial.number: method.halving.milestones(trial.number, rungs) for trial in trace.trials}
+    ladders = {
+        trial.number: method.halving.milestones(trial.number, rungs) for trial in trace.trials
+    }
     for each in trace.trials:
         assert each.until in ladders[each.number]
         if each.state is TrialState.HELD:
@@ -231,9 +237,22 @@ def test_patience_gives_up_who_no_longer_improves() -> None:
     assert verdict(math.nan, math.nan) is Verdict.PRUNE
 
 
-@pytest.mark.parametrize("rule", [MedianStopping(), PatienceStopping(), SuccessiveHalving(), SuccessiveHalving(brackets=None)])
+@pytest.mark.parametrize(
+    "rule",
+    [MedianStopping(), PatienceStopping(), SuccessiveHalving(), SuccessiveHalving(brackets=None)],
+)
 def test_rules_run_in_the_replay_and_save_training(rule: Stopping) -> None:
     curves = Curves(27)
-    whole = replay(SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), NoStopping()), curves, workers=4, budget_s=400)
-    early = replay(SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), rule), curves, workers=4, budget_s=400)
+    whole = replay(
+        SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), NoStopping()),
+        curves,
+        workers=4,
+        budget_s=400,
+    )
+    early = replay(
+        SamplerWithStopping(RandomSampler(SettingDraws(X), seed=4), rule),
+        curves,
+        workers=4,
+        budget_s=400,
+    )
     assert len(early.trials) > 1.2 * len(whole.trials)

@@ -69,7 +69,9 @@ def test_no_more_than_there_are_and_nobody_who_runs_is_sent_away(
 
 
 @given(wanted=claims, devices=st.integers(1, 6))
-def test_the_last_of_a_rung_arrives_as_soon_as_it_can(wanted: list[DeviceClaim], devices: int) -> None:
+def test_the_last_of_a_rung_arrives_as_soon_as_it_can(
+    wanted: list[DeviceClaim], devices: int
+) -> None:
     few = [replace(each, held=0, is_pinned=False, least=1) for each in wanted[:3]]
     if not few or len(few) > devices:
         return
@@ -84,7 +86,9 @@ def test_the_last_of_a_rung_arrives_as_soon_as_it_can(wanted: list[DeviceClaim],
 
 
 @given(wanted=claims, devices=st.integers(1, 6))
-def test_the_expected_time_to_the_best_is_the_least(wanted: list[DeviceClaim], devices: int) -> None:
+def test_the_expected_time_to_the_best_is_the_least(
+    wanted: list[DeviceClaim], devices: int
+) -> None:
     few = [replace(each, held=0, is_pinned=False, least=1) for each in wanted[:3]]
     if not few or len(few) > devices:
         return
@@ -110,7 +114,9 @@ def test_the_last_one_gets_the_whole_pool(aim: Aim) -> None:
 
 
 def test_freed_devices_go_to_the_more_promising() -> None:
-    shares = share_devices(4, [claim(0, held=1, promise=0.9), claim(1, held=1, promise=0.1)], aim="best")
+    shares = share_devices(
+        4, [claim(0, held=1, promise=0.9), claim(1, held=1, promise=0.1)], aim="best"
+    )
     assert shares[0] > shares[1] >= 1
 
 
@@ -163,7 +169,10 @@ def test_one_that_is_about_to_arrive_is_waited_for() -> None:
 
 
 def test_a_layout_gets_multiples() -> None:
-    assert share_devices(7, [claim(0, multiple=2), claim(1, multiple=2)]) in ({0: 4, 1: 2}, {0: 2, 1: 4})
+    assert share_devices(7, [claim(0, multiple=2), claim(1, multiple=2)]) in (
+        {0: 4, 1: 2},
+        {0: 2, 1: 4},
+    )
 
 
 def test_devices_that_were_lost_are_not_asked_back() -> None:

@@ -1,4 +1,4 @@
-"""Sounds as tensors: read, mixed to one channel, resampled, turned into log-mel frames."""
+"""Audio as tensors: decoding, mixing to mono, resampling, log-mel features."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 100
 MEL_BANDS = 40
 MEMORY_LIMIT_BYTES = 512 * 2**20
-"""Features of one split are kept up to this size; the others are computed when asked for."""
+"""Features of one split are cached up to this size; others are computed on demand."""
 _WINDOW_S = 0.025
 _FLOOR = 1e-6
-"""Power below this is silence: keeps the logarithm finite."""
+"""Floor of the power: keeps the logarithm finite."""
 
 
 class LogMel:
@@ -36,7 +36,7 @@ class LogMel:
         self.sample_rate, self.bands = sample_rate, bands
         self.hop = max(1, sample_rate // FRAMES_PER_SECOND)
         window = max(2, round(sample_rate * _WINDOW_S))
-        # Twice the window: bins lie closer than the narrowest band is wide.
+        # Twice the window: the bin spacing is below the narrowest band.
         self.bins = 2 ** math.ceil(math.log2(2 * window))
         self._window = torch.hann_window(window)
         self._filters = mel_filters(sample_rate, bands=bands, bins=self.bins // 2 + 1)
@@ -52,13 +52,13 @@ class LogMel:
             pad_mode="constant",
             return_complex=True,
         )
-        # Over the window's energy: white noise of power p then has p in every bin.
+        # Normalised by the window's energy: white noise of power p has p in every bin.
         power = spectrum.abs().square() / self._window.square().sum()
         return torch.log(power.T @ self._filters + _FLOOR)
 
 
-class Frames:
-    """Sounds reach the model as log-mel frames ``(T, F)``, each band normalised over the training."""
+class LogMelFrontEnd:
+    """Front end: log-mel frames ``(T, F)``, each band normalised over the training data."""
 
     per_second = FRAMES_PER_SECOND
 
@@ -68,16 +68,16 @@ class Frames:
         self._mean = self._deviation = torch.zeros(self.transform.bands)
 
     def learn(self, features: Sequence[Tensor]) -> None:
-        """Take the statistics of the training sounds."""
+        """Fit the statistics on the training data."""
         mean, deviation = measure(features)
         self._mean, self._deviation = torch.tensor(mean), torch.tensor(deviation)
 
     def normalise(self, features: Tensor) -> Tensor:
-        """To mean 0 and deviation 1, as over the training sounds."""
+        """Normalise to mean 0 and deviation 1 over the training data."""
         return (features - self._mean) / self._deviation
 
     def describe(self) -> dict[str, Any]:
-        """What turns a wave into this input, for the export."""
+        """Settings of the front end, for the export."""
         return {
             "input": "log-mel",
             "sample_rate": self.sample_rate,
@@ -89,41 +89,41 @@ class Frames:
         }
 
 
-class Waves:
-    """Sounds reach the model as waves ``(S,)``, each brought to mean 0 and deviation 1."""
+class WaveformFrontEnd:
+    """Front end: raw waveforms ``(S,)``, each normalised to mean 0 and deviation 1."""
 
     def __init__(self, sample_rate: int) -> None:
         self.sample_rate = self.per_second = sample_rate
 
     def transform(self, wave: Tensor) -> Tensor:
-        """One wave at one loudness; silence stays silent."""
+        """Normalise one waveform."""
         return (wave - wave.mean()) / torch.sqrt(wave.var(correction=0) + 1e-7)
 
     def learn(self, features: Sequence[Tensor]) -> None:
-        """Nothing: each wave is its own measure."""
+        """Nothing to fit: each waveform is normalised by itself."""
 
     def normalise(self, features: Tensor) -> Tensor:
-        """As it is."""
+        """Unchanged."""
         return features
 
     def describe(self) -> dict[str, Any]:
-        """What turns a wave into this input, for the export."""
+        """Settings of the front end, for the export."""
         return {"input": "wave", "sample_rate": self.sample_rate}
 
 
-class Sounds:
-    """A column of sounds as the model hears them, before normalisation; kept up to a limit."""
+class AudioFeatures:
+    """Features of a column of audio, before normalisation; cached up to a limit."""
 
     def __init__(
-        self, column: Column, front: Frames | Waves, *, limit_bytes: int = MEMORY_LIMIT_BYTES
+        self, column: Column, front: LogMelFrontEnd | WaveformFrontEnd, *, limit_bytes: int = MEMORY_LIMIT_BYTES
     ) -> None:
         self._column, self._front = column, front
-        self.kept: list[Tensor] = []
-        """The first sounds, as far as the limit goes; they speak for the others in statistics."""
+        self.cached: list[Tensor] = []
+        """Features of the first clips, up to the limit; also used for statistics."""
         used = 0
         for row in range(len(column)):
-            self.kept.append(self._compute(row))
-            used += self.kept[-1].nbytes
+            self.cached.append(self._compute(row))
+            used += self.cached[-1].nbytes
             if used >= limit_bytes:
                 break
 
@@ -131,18 +131,18 @@ class Sounds:
         return len(self._column)
 
     def __getitem__(self, index: int) -> Tensor:
-        """One sound, transformed."""
-        if index < len(self.kept):
-            return self.kept[index]
+        """Features of one clip."""
+        if index < len(self.cached):
+            return self.cached[index]
         return self._compute(index)
 
     def _compute(self, row: int) -> Tensor:
-        wave, _ = read_sound(self._column[row], row=row, sample_rate=self._front.sample_rate)
+        wave, _ = read_audio(self._column[row], row=row, sample_rate=self._front.sample_rate)
         return self._front.transform(wave)
 
 
-def read_sound(item: Any, *, row: int = 0, sample_rate: int | None = None) -> tuple[Tensor, int]:
-    """One sound as a mono wave in -1..1, at ``sample_rate`` (its own where that is not given)."""
+def read_audio(item: Any, *, row: int = 0, sample_rate: int | None = None) -> tuple[Tensor, int]:
+    """Read one clip as a mono waveform in -1..1, at ``sample_rate`` (its own by default)."""
     if isinstance(item, np.ndarray) and item.ndim == 1 and item.dtype.kind == "f":
         return _read_array(item, row, sample_rate)
     ref = FileRef(item) if isinstance(item, str) else item
@@ -160,14 +160,14 @@ def read_sound(item: Any, *, row: int = 0, sample_rate: int | None = None) -> tu
     return torch.from_numpy(resample(mono, rate, sample_rate or rate)), sample_rate or rate
 
 
-def resample(wave: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """The same sound at another rate, low-passed first where that is lower."""
-    if rate == wanted:
+def resample(wave: np.ndarray, rate: int, target_rate: int) -> np.ndarray:
+    """Resample to another rate, with a low-pass filter."""
+    if rate == target_rate:
         return wave
     from scipy.signal import resample_poly  # noqa: PLC0415 - slow to import, rarely needed
 
-    common = math.gcd(rate, wanted)
-    return resample_poly(wave, wanted // common, rate // common).astype(np.float32)
+    common = math.gcd(rate, target_rate)
+    return resample_poly(wave, target_rate // common, rate // common).astype(np.float32)
 
 
 def mel_filters(sample_rate: int, *, bands: int, bins: int, lowest_hz: float = 20.0) -> Tensor:
@@ -208,7 +208,7 @@ def _decode(ref: FileRef) -> tuple[np.ndarray, int]:
 def _read_array(wave: np.ndarray, row: int, sample_rate: int | None) -> tuple[Tensor, int]:
     if sample_rate is None:
         raise DataError(
-            "sounds that come as arrays do not say how fast they are",
+            "audio arrays have no sample rate",
             hint="set data.sample_rate, e.g. 16000",
         )
     if not len(wave) or not np.isfinite(wave).all():

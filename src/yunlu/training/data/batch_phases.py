@@ -1,4 +1,4 @@
-"""A batch that changes: several orders, one after the other; in each epoch every sample still comes once."""
+"""Sample orders with a changing batch size; each sample still occurs once per epoch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PhasedOrder:
-    """Phases of whole epochs, each with its own order: (first epoch, order), from epoch 0 on.
+    """Phases of full epochs, each with its own order: (first epoch, order), from epoch 0 on.
 
-    An order is asked for the step that its own count would give to the true epoch, so that
-    epochs differ from one another across phases as they do within one.
+    Step numbers are translated to each order's own count of the true epoch, so that epochs differ
+    across phases as they do within one.
     """
 
     phases: tuple[tuple[int, SampleOrder], ...]
@@ -47,41 +47,41 @@ class PhasedOrder:
 
     @property
     def batch(self) -> int:
-        """Samples of a full step of the first phase; ``size_of`` knows the others."""
+        """Samples of a full step of the first phase; see ``size_of``."""
         return self.phases[0][1].batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch of the first phase; ``epoch_at`` knows the others."""
+        """Steps of an epoch of the first phase; see ``epoch_at``."""
         return self.phases[0][1].steps_per_epoch
 
     def size_of(self, step: int) -> int:
-        """How many samples step ``step`` (from 0) consumes."""
-        order, own = self._locate(step)
-        return order.size_of(own)
+        """Number of samples of step ``step`` (from 0)."""
+        order, order_step = self._locate(step)
+        return order.size_of(order_step)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before ``step`` consumed."""
-        order, own = self._locate(step)
-        return order.samples_before(own)  # epochs before the phase took every sample once, too
+        """Number of samples of all steps before ``step``."""
+        order, order_step = self._locate(step)
+        return order.samples_before(order_step)  # earlier epochs also used every sample once
 
     def epoch_at(self, step: int) -> float:
-        """Epochs done before ``step``; a whole number exactly at the turn of an epoch."""
-        order, own = self._locate(step)
-        return own / order.steps_per_epoch
+        """Epochs done before ``step``; an integer exactly at the end of an epoch."""
+        order, order_step = self._locate(step)
+        return order_step / order.steps_per_epoch
 
     def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
-        """The sample indices of each step, from ``step`` on, without end."""
+        """Sample indices of each step, from ``step`` on, without end."""
         for until in self._starts[1:]:
             if step < until:
-                order, own = self._locate(step)
-                yield from islice(order.steps_from(own), until - step)
+                order, order_step = self._locate(step)
+                yield from islice(order.steps_from(order_step), until - step)
                 step = until
-        order, own = self._locate(step)
-        yield from order.steps_from(own)
+        order, order_step = self._locate(step)
+        yield from order.steps_from(order_step)
 
     def _locate(self, step: int) -> tuple[SampleOrder, int]:
-        """The order of the phase of ``step``, and the number that the order gives to it."""
+        """The order of the phase of ``step``, and the step number within that order."""
         phase = bisect_right(self._starts, step) - 1
         first_epoch, order = self.phases[phase]
         return order, first_epoch * order.steps_per_epoch + step - self._starts[phase]
@@ -89,15 +89,15 @@ class PhasedOrder:
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOrder:
-    """An order that is followed up to a step, and from there on another, of another batch.
+    """An order up to a step, and from there on another one of another batch size.
 
-    In the middle of an epoch the other one goes on at the sample where the first one stopped: which
-    sample comes where in an epoch does not depend on the batch. Only orders by length cannot do that.
+    Within an epoch the new order continues at the sample where the first one stopped: positions in an
+    epoch do not depend on the batch. Orders by length cannot do that.
     """
 
     before: PhasedOrder | SwitchedOrder
     step: int
-    """The first one, from 0, that follows ``order``."""
+    """First step, from 0, of ``order``."""
     order: SampleOrder
     _first: int = field(init=False, repr=False, compare=False)
     """Samples taken before."""
@@ -114,50 +114,50 @@ class SwitchedOrder:
 
     @property
     def batch(self) -> int:
-        """Samples of a full step at first; ``size_of`` knows the others."""
+        """Samples of a full step at first; see ``size_of``."""
         return self.before.batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch at first; ``epoch_at`` knows the others."""
+        """Steps of an epoch at first; see ``epoch_at``."""
         return self.before.steps_per_epoch
 
     def size_of(self, step: int) -> int:
-        """How many samples step ``step`` (from 0) consumes."""
+        """Number of samples of step ``step`` (from 0)."""
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before ``step`` consumed."""
+        """Number of samples of all steps before ``step``."""
         if step < self.step:
             return self.before.samples_before(step)
-        rest = step - self.step - self._steps_to_turn
+        rest = step - self.step - self._steps_to_epoch_end
         if rest < 0:
             return self._first + (step - self.step) * self.order.batch
         return self.order.samples_before(self._next_epoch * self.order.steps_per_epoch + rest)
 
     def epoch_at(self, step: int) -> float:
-        """Epochs done before ``step``; a whole number exactly at the turn of an epoch."""
+        """Epochs done before ``step``; an integer exactly at the end of an epoch."""
         if step < self.step:
             return self.before.epoch_at(step)
         epochs, within = divmod(self.samples_before(step), self.samples)
         return epochs + within / self.samples
 
     def steps_from(self, step: int) -> Iterator[NDArray[np.int64]]:
-        """The sample indices of each step, from ``step`` on, without end."""
+        """Sample indices of each step, from ``step`` on, without end."""
         if step < self.step:
             yield from islice(self.before.steps_from(step), self.step - step)
             step = self.step
-        own = step - self.step
-        if own < self._steps_to_turn:
+        order_step = step - self.step
+        if order_step < self._steps_to_epoch_end:
             assert isinstance(self.order, StepOrder)
             epoch, done = divmod(self._first, self.samples)
-            yield from self.order.rest_of(epoch, done + own * self.order.batch)
-        rest = max(own - self._steps_to_turn, 0)
+            yield from self.order.rest_of(epoch, done + order_step * self.order.batch)
+        rest = max(order_step - self._steps_to_epoch_end, 0)
         yield from self.order.steps_from(self._next_epoch * self.order.steps_per_epoch + rest)
 
     @property
-    def _steps_to_turn(self) -> int:
-        """Steps that the epoch under way still takes; 0 where none is."""
+    def _steps_to_epoch_end(self) -> int:
+        """Remaining steps of the current epoch; 0 at its boundary."""
         done = self._first % self.samples
         return -(-(self.samples - done) // self.order.batch) if done else 0
 
@@ -167,4 +167,4 @@ class SwitchedOrder:
 
 
 RunOrder = PhasedOrder | SwitchedOrder
-"""Which samples each step of a run takes."""
+"""Sample order of a run."""

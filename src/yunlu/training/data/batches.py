@@ -1,4 +1,4 @@
-"""From the order of samples to micro-batches, with or without loading processes."""
+"""Micro-batches from the sample order, with or without loader processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from yunlu.core.errors import YunluError
-from yunlu.training.data.sample_order import digest_of, shard_weight
+from yunlu.training.data.sample_order import digest_of, sort_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
-    """Which part of every step is ours, where replicas share it out."""
+    """This replica's share of every step."""
 
     replica: int = 0
     replicas: int = 1
 
 
-WHOLE = BatchShard()
+FULL_BATCH = BatchShard()
 
 
 def step_batches(
@@ -43,13 +43,13 @@ def step_batches(
     steps: int,
     workers: int,
     lengths: NDArray[np.integer] | None = None,
-    share: BatchShard = WHOLE,
+    share: BatchShard = FULL_BATCH,
     digests: bool = False,
 ) -> Iterator[list[Batch]]:
-    """For each step from ``first_step`` (from 0) up to ``steps``: our share of its micro-batches.
+    """This replica's micro-batches of each step from ``first_step`` (from 0) up to ``steps``.
 
-    With ``lengths``, samples of like length share a micro-batch: the same step, less padding.
-    With ``digests``, batches tell which samples they hold.
+    With ``lengths``, samples of similar length share a micro-batch: the same step, less padding.
+    With ``digests``, batches carry a digest of their samples.
     """
     sizes = (
         count_micros(order.size_of(step), micro_batch, share.replicas)
@@ -64,7 +64,7 @@ def step_batches(
 def sequential_batches(
     samples: Samples, collate: Callable[[Sequence[Any]], Batch], *, micro_batch: int, workers: int
 ) -> Iterator[Batch]:
-    """Every sample once, in its own order: evaluation."""
+    """Every sample once, in order, for evaluation."""
     indices = (
         np.arange(first, min(first + micro_batch, len(samples)))
         for first in range(0, len(samples), micro_batch)
@@ -81,7 +81,7 @@ def load(
     digests: bool = False,
 ) -> Iterator[Batch]:
     """Fetch and collate each list of indices."""
-    work = _Work(samples, collate, digests=digests)
+    work = _FetchAndCollate(samples, collate, digests=digests)
     if workers == 0:
         return map(work, indices)
     loader = DataLoader(
@@ -89,24 +89,24 @@ def load(
         batch_sampler=cast("Any", indices),
         collate_fn=_unwrap,
         num_workers=workers,
-        # Its own generator: the default one would draw from the training's random numbers.
+        # A separate generator: the default one would change the training's random numbers.
         generator=torch.Generator(),
     )
     return map(_raise_if_error, loader)
 
 
 def fetch(samples: Samples, indices: NDArray[np.int64]) -> Any:
-    """The samples at these places, in one go where the data set can do that."""
-    at_once = getattr(samples, "fetch_array", None)
-    if at_once is not None:
-        return at_once(indices)
-    many = getattr(samples, "__getitems__", None)  # torch's convention
+    """Fetch samples by index, in one call if the data set supports it."""
+    fetch_array = getattr(samples, "fetch_array", None)
+    if fetch_array is not None:
+        return fetch_array(indices)
+    getitems = getattr(samples, "__getitems__", None)  # torch's convention
     listed = indices.tolist()
-    return many(listed) if many is not None else [samples[index] for index in listed]
+    return getitems(listed) if getitems is not None else [samples[index] for index in listed]
 
 
-class _Work:
-    """Fetches and collates; in a loading process, an error for the user travels as a value."""
+class _FetchAndCollate:
+    """Fetches and collates; in a loader process, user errors are returned as values."""
 
     def __init__(
         self, samples: Samples, collate: Callable[[Sequence[Any]], Batch], *, digests: bool
@@ -117,8 +117,8 @@ class _Work:
         if indices[0] >= 0:
             batch = self._collate(fetch(self._samples, indices))
             return replace(batch, digest=digest_of(indices)) if self._digests else batch
-        stand_in = self._collate(fetch(self._samples, -1 - indices))
-        return replace(stand_in, samples=0, items=0, tokens=0, padding=0, counts=False)
+        placeholder = self._collate(fetch(self._samples, -1 - indices))
+        return replace(placeholder, samples=0, items=0, tokens=0, padding=0, counts=False)
 
     def __getitems__(self, indices: NDArray[np.int64]) -> list[Batch | YunluError]:
         try:
@@ -127,18 +127,18 @@ class _Work:
             return [error]
 
 
-def _unwrap(made: list[Any]) -> Any:
-    return made[0]
+def _unwrap(loaded: list[Any]) -> Any:
+    return loaded[0]
 
 
-def _raise_if_error(made: Batch | YunluError) -> Batch:
-    if isinstance(made, YunluError):
-        raise made
-    return made
+def _raise_if_error(loaded: Batch | YunluError) -> Batch:
+    if isinstance(loaded, YunluError):
+        raise loaded
+    return loaded
 
 
 def count_micros(size: int, micro_batch: int, replicas: int = 1) -> int:
-    """Micro-batches of a step, the same for every replica: they meet in each of them."""
+    """Micro-batches of a step, the same for every replica: they synchronise in each."""
     largest_share = -(-size // replicas)  # ceiling
     return -(-largest_share // micro_batch)
 
@@ -150,14 +150,14 @@ def micro_indices(
     steps: int,
     *,
     lengths: NDArray[np.integer] | None = None,
-    share: BatchShard = WHOLE,
+    share: BatchShard = FULL_BATCH,
 ) -> Iterator[NDArray[np.int64]]:
-    """The samples of each of our micro-batches, step after step.
+    """Sample indices of each of this replica's micro-batches, step after step.
 
-    Where there are fewer samples than replicas, some get a stand-in: -1 - the index of a sample
-    that another one takes.
+    With fewer samples than replicas, some get a placeholder: -1 - the index of another replica's
+    sample.
     """
-    weights = None if lengths is None else shard_weight(lengths)
+    weights = None if lengths is None else sort_length(lengths)
     for indices in islice(order.steps_from(first_step), max(steps - first_step, 0)):
         micros = count_micros(len(indices), micro_batch, share.replicas)
         if weights is not None and (micros > 1 or share.replicas > 1):
@@ -166,7 +166,7 @@ def micro_indices(
             for first in range(0, len(indices), micro_batch):
                 yield indices[first : first + micro_batch]
             continue
-        # Each micro-batch of all replicas together is a run of the step: of like length, then.
+        # The replicas' micro-batches together are a contiguous range: of similar length.
         for micro in np.array_split(indices, micros):
-            ours = np.array_split(micro, share.replicas)[share.replica]
-            yield ours if len(ours) else -1 - micro[:1]
+            own_indices = np.array_split(micro, share.replicas)[share.replica]
+            yield own_indices if len(own_indices) else -1 - micro[:1]

@@ -1,4 +1,4 @@
-"""Columns to one matrix of features, by statistics of the training data."""
+"""Encoding of table columns as a feature matrix, fitted on the training data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 ONE_HOT_LIMIT = 50
-"""Categories with more values are embedded where the model can, else cut to the most frequent."""
+"""Columns with more categories are embedded if the model can, else limited to the most frequent."""
 
 
 class NumericFeature(Value):
@@ -27,11 +27,11 @@ class NumericFeature(Value):
     mean: list[float]
     std: list[float]
     missing: list[int]
-    """Which entries were sometimes missing: each gets an indicator of its own."""
+    """Entries with missing values: each gets an indicator feature."""
 
     @property
     def width(self) -> int:
-        """Features it makes."""
+        """Number of features."""
         return len(self.mean) + len(self.missing)
 
     def encode(self, table: DataTable) -> np.ndarray:
@@ -42,13 +42,13 @@ class NumericFeature(Value):
                 f"column {self.name!r} has {values.shape[1]} values per sample; "
                 f"in training it had {len(self.mean)}"
             )
-        gone = np.isnan(values)
+        is_missing = np.isnan(values)
         scaled = (values - np.array(self.mean)) / np.array(self.std)
-        return np.concatenate([np.where(gone, 0.0, scaled), gone[:, self.missing]], axis=1)
+        return np.concatenate([np.where(is_missing, 0.0, scaled), is_missing[:, self.missing]], axis=1)
 
 
 class CategoryFeature(Value):
-    """A column of words: one-hot, or a number for an embedding. 0 stands for all others."""
+    """A categorical column: one-hot, or an index for an embedding. 0 means unknown."""
 
     name: str
     values: list[str]
@@ -56,26 +56,26 @@ class CategoryFeature(Value):
 
     @property
     def width(self) -> int:
-        """Features it makes."""
+        """Number of features."""
         return 1 if self.embedded else len(self.values)
 
     def encode(self, table: DataTable) -> np.ndarray:
         """``(samples, width)``; a value not seen in training is all zeros."""
-        place = {value: number for number, value in enumerate(self.values, start=1)}
-        ids = np.array([place.get(str(value), 0) for value in table[self.name]], dtype=np.int64)
+        index = {value: number for number, value in enumerate(self.values, start=1)}
+        ids = np.array([index.get(str(value), 0) for value in table[self.name]], dtype=np.int64)
         if self.embedded:
             return ids[:, None].astype(np.float64)
         return np.eye(len(self.values) + 1)[ids][:, 1:]
 
 
 class FeatureMap(Value):
-    """How a table becomes features: fitted on training data, saved with the model."""
+    """Feature encoding of a table: fitted on training data, saved with the model."""
 
     numeric: list[NumericFeature]
     categories: list[CategoryFeature]
-    """Embedded ones last, so that their numbers are the last columns of the matrix."""
+    """Embedded ones last, so that their indices are the last columns of the matrix."""
     left_out: list[str]
-    """Columns that can teach nothing: a different word in every row."""
+    """Excluded columns: a different value in every row."""
 
     @property
     def width(self) -> int:
@@ -84,7 +84,7 @@ class FeatureMap(Value):
 
     @property
     def embedded_sizes(self) -> list[int]:
-        """For each trailing column that is a number to embed: how many numbers there are."""
+        """Number of indices of each embedded column."""
         return [len(feature.values) + 1 for feature in self.categories if feature.embedded]
 
     def encode(self, table: DataTable) -> np.ndarray:
@@ -102,9 +102,9 @@ def fit_features(table: DataTable, names: Sequence[str], *, embed: bool) -> Feat
         if is_numeric(table[name]):
             numeric.append(_fit_numeric(table, name))
             continue
-        words = _words(table, name)
-        counts = Counter(word for word in words if word is not None)
-        if len(counts) == len(words) > ONE_HOT_LIMIT:
+        values = _category_values(table, name)
+        counts = Counter(value for value in values if value is not None)
+        if len(counts) == len(values) > ONE_HOT_LIMIT:
             left_out.append(name)
         else:
             categories.append(_fit_category(name, counts, embed=embed))
@@ -136,13 +136,13 @@ def _has_value(column: Column) -> bool:
     return any(value is not None and str(value).strip().lower() not in MISSING for value in column)
 
 
-def find_column(table: DataTable, asked: str | None, names: Iterable[str], *, key: str) -> str:
-    """The column a job asks for, else the one with a customary name."""
-    if asked is not None:
-        table[asked]  # an unknown name is an error that suggests the nearest
-        return asked
-    found = customary(table, names)
-    if found is None:
+def find_column(table: DataTable, requested: str | None, names: Iterable[str], *, key: str) -> str:
+    """The column that the job names, else the one with a conventional name."""
+    if requested is not None:
+        table[requested]  # raises for an unknown name, with a suggestion
+        return requested
+    name = conventional_column(table, names)
+    if name is None:
         is_sole = len(table.columns) == 1
         raise DataError(
             f"cannot tell which column is the {key.rsplit('.', 1)[-1]}: the data has "
@@ -151,35 +151,35 @@ def find_column(table: DataTable, asked: str | None, names: Iterable[str], *, ke
             if is_sole
             else f"set {key} to one of them",
         )
-    return found
+    return name
 
 
-def customary(table: DataTable, names: Iterable[str]) -> str | None:
-    """The first of these names that the data has, in whatever spelling (``userId``, ``user_id``)."""
+def conventional_column(table: DataTable, names: Iterable[str]) -> str | None:
+    """The first of these names that the data has, in any spelling (``userId``, ``user_id``)."""
     bare = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in table.columns}
     return next((bare[name] for name in names if name in bare), None)
 
 
 def _fit_numeric(table: DataTable, name: str) -> NumericFeature:
     values = _matrix(table, name)
-    gone = np.isnan(values)
-    count = np.maximum((~gone).sum(axis=0), 1)
-    mean = np.where(gone, 0.0, values).sum(axis=0) / count
-    deviation = np.where(gone, 0.0, values - mean)
+    is_missing = np.isnan(values)
+    count = np.maximum((~is_missing).sum(axis=0), 1)
+    mean = np.where(is_missing, 0.0, values).sum(axis=0) / count
+    deviation = np.where(is_missing, 0.0, values - mean)
     std = np.sqrt((deviation**2).sum(axis=0) / count)
     return NumericFeature(
         name=name,
         mean=mean.tolist(),
-        # A constant column carries nothing; dividing by its rounding error would make noise of it.
+        # Constant columns are not scaled: dividing by the rounding error would create noise.
         std=np.where(std > 1e-12 * np.maximum(np.abs(mean), 1e-300), std, 1.0).tolist(),
-        missing=np.flatnonzero(gone.any(axis=0)).tolist(),
+        missing=np.flatnonzero(is_missing.any(axis=0)).tolist(),
     )
 
 
 def _fit_category(name: str, counts: Counter[str], *, embed: bool) -> CategoryFeature:
     is_large = len(counts) > ONE_HOT_LIMIT
-    kept = counts if embed or not is_large else dict(counts.most_common(ONE_HOT_LIMIT))
-    return CategoryFeature(name=name, values=sorted(kept), embedded=embed and is_large)
+    values = counts if embed or not is_large else dict(counts.most_common(ONE_HOT_LIMIT))
+    return CategoryFeature(name=name, values=sorted(values), embedded=embed and is_large)
 
 
 def _matrix(table: DataTable, name: str) -> np.ndarray:
@@ -190,14 +190,14 @@ def _matrix(table: DataTable, name: str) -> np.ndarray:
         values = np.asarray(column, dtype=np.float64).reshape(len(column), -1)
     except (ValueError, TypeError) as error:
         raise DataError(f"column {name!r} holds lists that are not equally many numbers") from error
-    endless = np.flatnonzero(np.isinf(values).any(axis=1))
-    if len(endless):
-        row = table.source_row(int(endless[0]))
+    infinite_rows = np.flatnonzero(np.isinf(values).any(axis=1))
+    if len(infinite_rows):
+        row = table.source_row(int(infinite_rows[0]))
         raise DataError(f"column {name!r} is infinite in row {row}", hint="leave the cell empty")
     return values
 
 
-def _words(table: DataTable, name: str) -> list[str | None]:
+def _category_values(table: DataTable, name: str) -> list[str | None]:
     def word(value: Any) -> str | None:
         if isinstance(value, (FileRef, dict, bytes)):
             kind = type(value).__name__

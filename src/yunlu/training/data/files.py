@@ -1,4 +1,4 @@
-"""Where data lies: local paths and fsspec URLs behind one small value, and their fingerprints."""
+"""Data locations: local paths and fsspec URLs, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Location:
 
     fs: Any = field(repr=False)
     path: str
-    """As the file system itself writes it."""
+    """Path in the file system's own notation."""
     is_folder: bool
     options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     @property
     def url(self) -> str:
-        """What a person, or fsspec, opens it by: an absolute path, or a URL."""
+        """Absolute path or URL, for display and for fsspec."""
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
     @property
@@ -59,24 +59,24 @@ class Location:
             return file.read(-1 if count is None else count)
 
     def children(self) -> list[Location]:
-        """Files and folders right inside, by name; hidden ones are left out."""
+        """Direct children, by name, without hidden ones."""
         with reading(self.url):
             infos = self.fs.ls(self.path, detail=True)
         return [self._child(info) for info in _visible(infos, self.path)]
 
     def files(self) -> list[Location]:
-        """All files below, by path; hidden ones are left out."""
+        """All files below, by path, without hidden ones."""
         return [self._child(info) for info in self._listing()]
 
     def relative(self, inside: Location) -> str:
-        """The path of a location below this one, from here."""
+        """Relative path of a location below this one."""
         return inside.path[len(self.path.rstrip("/")) + 1 :]
 
     def fingerprint(self) -> str:
         """Changes with the name, size or content of any file below; the same on every machine.
 
-        Above 1 GiB in all (64 MiB where the files are remote) content is too dear to read for
-        this: size and time of change, or the store's own checksum, stand for it.
+        Above 1 GiB in total (64 MiB for remote files) the content is not read: size and
+        modification time, or the store's own checksum, are used instead.
         """
         with reading(self.url):
             infos = self._listing() if self.is_folder else [self.fs.info(self.path)]
@@ -99,7 +99,7 @@ class Location:
         with reading(self.url):
             for path, info in self.fs.find(self.path, detail=True).items():
                 if info.get("islink") and self.fs.isdir(path):
-                    # A linked folder is followed once; links inside it are not: no circles.
+                    # A linked folder is followed once; links inside it are not, to avoid cycles.
                     below = self.fs.find(f"{path}/", detail=True).values()
                     infos += [file for file in below if not self.fs.isdir(file["name"])]
                 else:

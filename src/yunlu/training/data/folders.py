@@ -45,17 +45,17 @@ def read_media(folder: Location, files: Sequence[Location], kind: str) -> DataTa
 
 
 def _find_sheet(folder: Location, files: Sequence[Location]) -> Location | None:
-    found = [
+    sheets = [
         file
         for file in files
         if "/" not in folder.relative(file)
         and PurePosixPath(file.name).stem in _SHEETS
         and file.suffix in {".csv", ".tsv", ".jsonl"}
     ]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    if len(sheets) > 1:
+        names = ", ".join(file.name for file in sheets)
         raise DataError(f"{folder.url} has several sheets: {names}", hint="keep one of them")
-    return found[0] if found else None
+    return sheets[0] if sheets else None
 
 
 def _by_folder(folder: Location, media: dict[str, Location], column: str) -> dict[str, Column]:
@@ -63,7 +63,7 @@ def _by_folder(folder: Location, media: dict[str, Location], column: str) -> dic
     if bare:
         sheet = "labels.csv (file,label)" if column == "image" else "transcripts.tsv (file, text)"
         raise DataError(
-            f"{folder.url}: {bare[0]} has no label, for it lies in no folder of its own",
+            f"{folder.url}: {bare[0]} has no label: it is not in a folder named after one",
             hint=f"one folder per label ({folder.name}/LABEL/{bare[0]}), or a sheet {sheet}",
         )
     return {
@@ -83,7 +83,7 @@ def _by_sheet(sheet: Location, media: dict[str, Location], column: str) -> dict[
         if name not in media:
             raise DataError(f"{sheet.url}, row {row}: there is no file {name!r} in this folder")
     columns: dict[str, Column] = {column: [_reference(media[name], column) for name in names]}
-    # With two columns there is no doubt what the second is, whatever its header.
+    # With two columns the second one is unambiguous, whatever its header.
     second = _SHEETS[PurePosixPath(sheet.name).stem]
     titles = {rest[0]: "text" if rest[0].lower() == "text" else second} if len(rest) == 1 else {}
     return columns | {titles.get(name, name): cells[name] for name in rest}
@@ -94,7 +94,7 @@ def _read_sheet(sheet: Location, media: dict[str, Location]) -> Columns:
         return read_json(sheet)
     read = read_tsv if sheet.suffix == ".tsv" else read_csv
     cells = read(sheet)
-    # A first row that names one of the files is no header, however much it looks like one.
+    # A first row that names one of the files is not a header.
     return read(sheet, header=False) if any(name in media for name in cells) else cells
 
 

@@ -1,4 +1,4 @@
-"""Images as tensors of one shape: from arrays or files, kept in memory where they fit."""
+"""Images as tensors of one shape: from arrays or files, cached in memory if they fit."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 # Shapes: N images, C channels (1 grey, 3 colour), H height, W width.
 
 MEMORY_LIMIT_BYTES = 512 * 2**20
-"""Decoded images of one split are kept up to this size; larger ones are decoded when asked for."""
+"""Decoded images of one split are cached up to this size; larger sets are decoded on demand."""
 PIXEL_LIMIT = 80_000_000
-"""A few bytes can claim to be a picture that fills the memory: larger ones are refused."""
+"""Limit against decompression bombs."""
 _STATISTICS_SAMPLES = 2000
 _GREY_MODES = {"1", "L", "LA", "La", "I", "F"}
-# What Pillow's decoders raise on bytes that are not what they claim to be.
+# Errors of Pillow's decoders on malformed files.
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError)
 _BROKEN_BYTES = (struct.error, zlib.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageShape:
-    """What every image of a data set becomes."""
+    """Common shape of all images of a data set."""
 
     channels: int
     height: int
@@ -63,7 +63,7 @@ class ImageArrays:
 
 
 class ImageFiles:
-    """Images decoded when they are asked for."""
+    """Images decoded on demand."""
 
     def __init__(self, refs: Sequence[FileRef], shape: ImageShape) -> None:
         self._refs, self._shape = refs, shape
@@ -79,20 +79,20 @@ class ImageFiles:
 def infer_image_shape(
     column: Column, *, edges: tuple[int, int] | None = None, channels: int | None = None
 ) -> ImageShape:
-    """The shape of the first image, except where ``edges`` (height, width) or ``channels`` is given."""
+    """The shape of the first image, unless ``edges`` (height, width) or ``channels`` are given."""
     if _is_array(column):
         array = _as_nchw(column)
-        found = ImageShape(channels=array.shape[1], height=array.shape[2], width=array.shape[3])
+        first_shape = ImageShape(channels=array.shape[1], height=array.shape[2], width=array.shape[3])
     else:
         first = _decode(_as_ref(column[0], 0))
         grey = first.mode in _GREY_MODES or first.mode.startswith("I;16")
-        found = ImageShape(channels=1 if grey else 3, height=first.height, width=first.width)
-    height, width = edges or (found.height, found.width)
-    return ImageShape(channels=channels or found.channels, height=height, width=width)
+        first_shape = ImageShape(channels=1 if grey else 3, height=first.height, width=first.width)
+    height, width = edges or (first_shape.height, first_shape.width)
+    return ImageShape(channels=channels or first_shape.channels, height=height, width=width)
 
 
 def load_images(column: Column, shape: ImageShape) -> ImageArrays | ImageFiles:
-    """Bring a column of arrays or image files to the shape; a broken file is named."""
+    """Load a column of arrays or image files in this shape; errors name the file."""
     if _is_array(column):
         return ImageArrays(_fit(_as_nchw(column), shape))
     refs = [_as_ref(item, row) for row, item in enumerate(column)]
@@ -105,8 +105,8 @@ def load_images(column: Column, shape: ImageShape) -> ImageArrays | ImageFiles:
 
 
 def read_image(ref: FileRef, shape: ImageShape) -> Tensor:
-    """Decode one file to bytes ``(C, H, W)``: upright, in grey or colour, at that size."""
-    from PIL import Image  # noqa: PLC0415 - only picture files need it
+    """Decode one file to bytes ``(C, H, W)``, with EXIF rotation, conversion and resizing."""
+    from PIL import Image  # noqa: PLC0415 - only image files need it
 
     try:
         image = _flatten(_decode(ref)).convert("L" if shape.channels == 1 else "RGB")
@@ -118,27 +118,27 @@ def read_image(ref: FileRef, shape: ImageShape) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
-def infer_scale(pictures: ImageArrays | ImageFiles) -> float:
-    """What brings pixels to 0..1: 1/255 for bytes (and floats that reach that far), else 1."""
-    if not isinstance(pictures, ImageArrays) or pictures.images.dtype == torch.uint8:
+def infer_scale(images: ImageArrays | ImageFiles) -> float:
+    """Scale of pixels to 0..1: 1/255 for bytes (and floats in that range), else 1."""
+    if not isinstance(images, ImageArrays) or images.images.dtype == torch.uint8:
         return 1 / 255
-    low, high = (float(bound) for bound in pictures.images.aminmax())
+    low, high = (float(bound) for bound in images.images.aminmax())
     return 1 / 255 if low >= 0 and 1 < high <= 255 else 1.0
 
 
-def measure(pictures: ImageArrays | ImageFiles, scale: float) -> tuple[list[float], list[float]]:
+def measure(images: ImageArrays | ImageFiles, scale: float) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, over an even sample of the scaled images."""
-    count = len(pictures)
+    count = len(images)
     rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_SAMPLES)).astype(int))
     pixels = total = squared = 0
     for row in rows.tolist():
-        image = pictures[row].double().flatten(1) * scale
+        image = images[row].double().flatten(1) * scale
         pixels += image.shape[1]
         total = total + image.sum(dim=1)
         squared = squared + image.square().sum(dim=1)
     mean = torch.as_tensor(total) / pixels
     variance = (torch.as_tensor(squared) / pixels - mean.square()).clamp(min=0)
-    # A channel that never varies is centred, not blown up.
+    # A constant channel is centred, not scaled.
     deviation = torch.where(variance > 1e-10, variance.sqrt(), torch.ones_like(variance))
     return mean.tolist(), deviation.tolist()
 
@@ -215,15 +215,15 @@ def _as_ref(item: Any, row: int) -> FileRef:
 
 
 def _decode(ref: FileRef) -> Image:
-    """The picture, upright; refused before decoding where it claims too many pixels."""
+    """Decode an image with EXIF rotation; refuses too many pixels before decoding."""
     try:
-        from PIL import Image, ImageOps  # noqa: PLC0415 - only picture files need it
+        from PIL import Image, ImageOps  # noqa: PLC0415 - only image files need it
     except ImportError as error:
         raise missing_part("pillow", "train", "Reading images") from error
     data = ref.read()
     try:
         with warnings.catch_warnings():
-            # Our own limit speaks, with the file's name; Pillow also warns of odd metadata.
+            # Our own limit names the file; Pillow also warns of odd metadata.
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data))
             if image.width * image.height > PIXEL_LIMIT:
@@ -237,8 +237,8 @@ def _decode(ref: FileRef) -> Image:
 
 
 def _flatten(image: Image) -> Image:
-    """Lay transparent pictures on white, and bring 16-bit grey to 8 bits by scaling, not clipping."""
-    from PIL import Image as Pillow  # noqa: PLC0415 - only picture files need it
+    """Composite transparent images on white, and scale 16-bit grey to 8 bits."""
+    from PIL import Image as Pillow  # noqa: PLC0415 - only image files need it
 
     if image.mode in {"RGBA", "LA", "PA"} or "transparency" in image.info:
         layered = image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""When a column of cells is a column of numbers."""
+"""Detection of numeric columns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from yunlu.training.data.table import Column
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
-# 007 names something; it does not count something.
+# 007 is an identifier, not a number.
 _PADDED = re.compile(r"[+-]?0\d")
 
 
 def parse_cells(cells: Sequence[str]) -> Column:
-    """Cells of a text file: an array where every filled cell is a number, else the strings.
+    """Parse cells of a text file: an array if every filled cell is a number, else strings.
 
-    Whole numbers give int64; a fraction, or a missing cell (then ``NaN``), gives float64.
+    Integers give int64; a fraction, or a missing cell (``NaN``), gives float64.
     """
     stripped = [cell.strip() for cell in cells]
     missing = [cell.lower() in MISSING for cell in stripped]
@@ -39,7 +39,7 @@ def parse_cells(cells: Sequence[str]) -> Column:
 
 
 def as_column(values: list[Any]) -> Column:
-    """Python values: an array where all are numbers (``None`` is then ``NaN``), else the list."""
+    """Convert Python values: an array if all are numbers (``None`` becomes ``NaN``), else the list."""
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         return np.array(values, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Data that comes with or through a package: scikit-learn's small sets, Hugging Face ``datasets``."""
+"""Data sets of other packages: scikit-learn's toy sets, Hugging Face ``datasets``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SKLEARN = ("digits", "iris", "wine", "breast_cancer", "diabetes")
 HF_MARKS = ("dataset_dict.json", "state.json")
-"""Files that tell a folder written by ``save_to_disk``."""
-# The names that data sets use, by the part they stand for.
+"""Files that identify a folder written by ``save_to_disk``."""
+# Split names in use, and the split they mean.
 PARTS = {
     "train": "train",
     "training": "train",
@@ -31,7 +31,7 @@ PARTS = {
 
 
 def load_sklearn(name: str) -> DataTable:
-    """A set that scikit-learn carries: features and ``label`` (class names) or ``target``."""
+    """A toy data set of scikit-learn: features and ``label`` (class names) or ``target``."""
     if name not in SKLEARN:
         raise DataError(f"no data set sklearn:{name}", hint=did_you_mean(name, SKLEARN))
     try:
@@ -43,17 +43,17 @@ def load_sklearn(name: str) -> DataTable:
         digits: Any = datasets.load_digits()
         images = (digits.images / 16.0).astype(np.float32)
         return DataTable({"image": images, "label": digits.target.astype(np.int64)})
-    found: Any = (
+    bunch: Any = (
         datasets.load_diabetes(scaled=False) if name == "diabetes" else _load(datasets, name)
     )
     columns: dict[str, Column] = {
-        str(feature): np.asarray(found.data[:, place], dtype=np.float64)
-        for place, feature in enumerate(found.feature_names)
+        str(feature): np.asarray(bunch.data[:, index], dtype=np.float64)
+        for index, feature in enumerate(bunch.feature_names)
     }
     if name == "diabetes":
-        columns["target"] = np.asarray(found.target, dtype=np.float64)
+        columns["target"] = np.asarray(bunch.target, dtype=np.float64)
     else:
-        columns["label"] = [str(found.target_names[index]) for index in found.target]
+        columns["label"] = [str(bunch.target_names[index]) for index in bunch.target]
     return DataTable(columns)
 
 
@@ -62,7 +62,7 @@ def load_hub(name: str) -> dict[str, DataTable]:
     datasets = _datasets(f"hf:{name}")
     repository, _, configuration = name.partition(":")
     try:
-        # Data sets that need code of their own are refused: trust_remote_code is never passed.
+        # Data sets with code are refused: trust_remote_code is never passed.
         loaded = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # the hub, its cache and each builder raise their own
         raise DataError(
@@ -79,7 +79,7 @@ def load_saved(folder: Path, fingerprint: str) -> dict[str, DataTable]:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:
         raise DataError(
-            f"{folder} is not a whole saved data set: {_first_line(error)}",
+            f"{folder} is not a complete saved data set: {_first_line(error)}",
             hint="write it again with save_to_disk",
         ) from error
     return _by_part(loaded, str(folder), fingerprint=fingerprint)
@@ -104,7 +104,7 @@ def _columns(split: Any) -> dict[str, Column]:
     classes: dict[str, list[str]] = {}
     for name, feature in split.features.items():
         if isinstance(feature, (Image, Audio)):
-            # Encoded bytes, decoded by the task that needs them: no decoder runs here.
+            # Kept encoded; the task decodes them.
             split = split.cast_column(name, type(feature)(decode=False))
         elif isinstance(feature, ClassLabel):
             classes[name] = feature.names

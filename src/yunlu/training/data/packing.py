@@ -1,9 +1,8 @@
-"""Samples laid end to end instead of padded, for encoders of Hugging Face.
+"""Packing for Hugging Face encoders: samples are concatenated instead of padded.
 
-The model keeps its usual inputs. Between its embeddings and its pooling stands the encoder, where
-the arithmetic is: on the way in padding is left out, on the way out it is put back as zeros, and
-attention is computed for each sample alone. So the head, the way positions are counted and what is
-exported stay the model's own.
+The model keeps its usual inputs. Only its encoder, between embeddings and pooling, works on packed
+tokens: padding is removed on the way in and restored as zeros on the way out, and attention is computed
+per sample. Head, positions and export stay the model's own.
 
 Shapes: B batch, L length, T tokens of all samples, D width, H heads, K width of a head.
 """
@@ -31,28 +30,28 @@ _PROBED_SPREAD = 1e-4
 
 
 class HFPacking:
-    """Leaves padding out inside the encoder of one model; without lengths it stands aside."""
+    """Removes padding inside the encoder of one model; inactive without lengths."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Fit the model for packing, for good: a recomputed layer needs it in the backward pass."""
+        """Install hooks on the model permanently: recomputed layers need them in the backward pass."""
         encoder = _find_encoder(model)
         if encoder is None:
             raise ValueError(f"{type(model).__name__} has no encoder that can be packed")
         _register_attention()
         self._lengths: list[int] | None = None
-        self._kept_T: Tensor | None = None
+        self._token_indices_T: Tensor | None = None
         self._shape = (0, 0)
         self._config: Any = model.config
         self._before = self._config._attn_implementation
         self._config._attn_implementation = _ATTENTION
         self._hooks = (
-            encoder.register_forward_pre_hook(self._leave_out, with_kwargs=True),
-            encoder.register_forward_hook(self._put_back),
+            encoder.register_forward_pre_hook(self._remove_padding, with_kwargs=True),
+            encoder.register_forward_hook(self._restore_padding),
         )
 
     @contextmanager
     def of(self, lengths: Sequence[int]) -> Generator[None]:
-        """Calls of the model inside take samples of these lengths, padded at the end."""
+        """Context for calls of the model with samples of these lengths, padded at the end."""
         self._lengths = list(lengths)
         try:
             yield
@@ -60,12 +59,12 @@ class HFPacking:
             self._lengths = None
 
     def remove(self) -> None:
-        """The model as it was."""
+        """Remove the hooks."""
         self._config._attn_implementation = self._before
         for hook in self._hooks:
             hook.remove()
 
-    def _leave_out(
+    def _remove_padding(
         self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         del encoder
@@ -75,19 +74,19 @@ class HFPacking:
         hidden_BLD = args[0] if args else kwargs.pop("hidden_states")
         self._shape = hidden_BLD.shape[:2]
         rows = [torch.arange(n) + i * self._shape[1] for i, n in enumerate(self._lengths)]
-        self._kept_T = torch.cat(rows).to(hidden_BLD.device)
-        packed_1TD = hidden_BLD.flatten(0, 1).index_select(0, self._kept_T)[None]
+        self._token_indices_T = torch.cat(rows).to(hidden_BLD.device)
+        packed_1TD = hidden_BLD.flatten(0, 1).index_select(0, self._token_indices_T)[None]
         return (packed_1TD, *args[1:]), {**kwargs, "packed_lengths": self._lengths}
 
-    def _put_back(self, encoder: nn.Module, args: Any, output: Any) -> Any:
+    def _restore_padding(self, encoder: nn.Module, args: Any, output: Any) -> Any:
         del encoder, args
         if self._lengths is None:
             return None
-        assert self._kept_T is not None
+        assert self._token_indices_T is not None
         is_bare = isinstance(output, Tensor)
         packed_1TD: Tensor = output if is_bare else output[0]
         empty = packed_1TD.new_zeros(self._shape[0] * self._shape[1], packed_1TD.shape[2])
-        hidden_BLD = empty.index_copy(0, self._kept_T, packed_1TD[0]).unflatten(0, self._shape)
+        hidden_BLD = empty.index_copy(0, self._token_indices_T, packed_1TD[0]).unflatten(0, self._shape)
         if is_bare:
             return hidden_BLD
         if isinstance(output, tuple):
@@ -100,7 +99,7 @@ _packings: WeakKeyDictionary[nn.Module, HFPacking] = WeakKeyDictionary()
 
 
 def call_packed(model: nn.Module, inputs: dict[str, Tensor], lengths: Sequence[int]) -> Any:
-    """The model's answers to padded inputs, computed without the padding."""
+    """Call the model on padded inputs, computed without the padding."""
     inner = getattr(model, "module", model)  # of a data-parallel wrapper
     if inner not in _packings:
         _packings[inner] = HFPacking(inner)
@@ -109,29 +108,29 @@ def call_packed(model: nn.Module, inputs: dict[str, Tensor], lengths: Sequence[i
 
 
 def can_pack_hf(model: nn.Module) -> bool:
-    """Whether packing gives this model's own answers: shown by trying, on a few random tokens."""
-    if not is_hf(model) or _find_encoder(model) is None or not _attends_plainly(model):
+    """Whether packing gives the same outputs; tested on a few random tokens."""
+    if not is_hf(model) or _find_encoder(model) is None or not _has_plain_attention(model):
         return False
     packing = HFPacking(model)
     was_training = model.training
     model.eval()
     try:
-        return _answers_alike(model, packing)
-    except Exception:  # noqa: BLE001 - whatever an unknown architecture objects to, it cannot be packed
+        return _gives_same_outputs(model, packing)
+    except Exception:  # noqa: BLE001 - any error of an unknown architecture means it cannot be packed
         return False
     finally:
         model.train(was_training)
         packing.remove()
 
 
-def _answers_alike(model: nn.Module, packing: HFPacking) -> bool:
+def _gives_same_outputs(model: nn.Module, packing: HFPacking) -> bool:
     config: Any = model.config
     lengths, device = torch.tensor(_PROBED_LENGTHS), next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     shape = (len(lengths), int(lengths.max()))
     ids_BL = torch.randint(0, config.vocab_size, shape, generator=generator)
     pad = config.pad_token_id
-    if pad is not None:  # among real tokens it would be counted as padding
+    if pad is not None:  # must not occur among real tokens
         ids_BL = torch.where(ids_BL == pad, (pad + 1) % config.vocab_size, ids_BL)
     mask_BL = torch.arange(shape[1]) < lengths[:, None]
     ids_BL = ids_BL.masked_fill(~mask_BL, pad or 0)
@@ -140,13 +139,13 @@ def _answers_alike(model: nn.Module, packing: HFPacking) -> bool:
         padded = model(**inputs).logits
         with packing.of(_PROBED_LENGTHS):
             packed = model(**inputs).logits
-    # Fresh weights answer everything nearly alike: what counts is the difference between answers.
+    # Untrained models give nearly equal outputs: compare with the spread between outputs.
     spread = (padded - padded.mean(dim=0)).abs().max()
     return bool((padded - packed).abs().max() <= _PROBED_SPREAD * spread)
 
 
 def _find_encoder(model: nn.Module) -> nn.Module | None:
-    """The module between embeddings and pooling that does nothing but run its layers."""
+    """The module between embeddings and pooling that only runs its layers."""
     for module in model.modules():
         children = dict(module.named_children())
         if set(children) == {"layer"} and isinstance(children["layer"], nn.ModuleList):
@@ -154,8 +153,8 @@ def _find_encoder(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def _attends_plainly(model: nn.Module) -> bool:
-    """Through torch's attention, and without a window: the probe's samples are shorter than any."""
+def _has_plain_attention(model: nn.Module) -> bool:
+    """Whether it uses torch's attention without a window: the probe's samples are too short to tell."""
     config: Any = model.config
     names = ("sliding_window", "local_attention", "attention_window", "layer_types")
     is_local = any(getattr(config, name, None) for name in names)
@@ -182,7 +181,7 @@ def _attend(
     packed_lengths: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The library's own attention, or that of packed samples where their lengths are given."""
+    """The library's own attention, or packed attention if lengths are given."""
     if packed_lengths is None:
         from transformers.integrations.sdpa_attention import (  # noqa: PLC0415
             sdpa_attention_forward,
@@ -192,7 +191,7 @@ def _attend(
             module, query_BHLK, key_BHLK, value_BHLK, attention_mask,
             dropout=dropout, scaling=scaling, **kwargs,
         )  # fmt: skip
-    found_THK = attend_apart(
+    output_THK = attend_apart(
         query_BHLK[0],
         key_BHLK[0],
         value_BHLK[0],
@@ -202,4 +201,4 @@ def _attend(
         dropout=dropout,
         scale=scaling,
     )
-    return found_THK[None], None
+    return output_THK[None], None

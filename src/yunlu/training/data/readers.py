@@ -1,4 +1,4 @@
-"""Readers of single files: bytes to columns. None of them ever runs what it reads."""
+"""Readers of single files: bytes to columns. None of them executes what it reads."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_parquet(file: Location) -> Columns:
     try:
         return columns_of_arrow(pq.read_table(io.BytesIO(file.read())))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file.url} is not a whole Parquet file: {error}") from error
+        raise DataError(f"{file.url} is not a complete Parquet file: {error}") from error
 
 
 def read_numpy(file: Location) -> Columns:
@@ -121,7 +121,7 @@ def read_numpy(file: Location) -> Columns:
     except Exception as error:  # zipfile, zlib, struct and numpy each raise their own
         hint = "save numbers or fixed-length strings; arrays of objects are pickles, which can run code"
         raise DataError(f"{file.url} cannot be read as NumPy arrays: {error}", hint=hint) from error
-    # A member of an .npz that is no array comes back as its bytes.
+    # A member of an .npz that is not an array is returned as bytes.
     foreign = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
     if foreign:
         raise DataError(f"{file.url}: {', '.join(foreign)} is not a NumPy array")
@@ -258,7 +258,7 @@ def _check_distinct(names: Sequence[str], file: Location) -> None:
 
 
 def _names_without_header(columns: list[list[str]]) -> list[str]:
-    """Two columns, of which one is single words and the other sentences, are labels and texts."""
+    """Names of columns without a header; a column of words beside one of sentences is the label."""
     names = [f"column_{number}" for number in range(1, len(columns) + 1)]
     if len(columns) != 2:
         return names

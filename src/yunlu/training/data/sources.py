@@ -1,4 +1,4 @@
-"""From ``DataSpec`` to tables: find the source, read it, split it."""
+"""Loading of data sources: find, read, split."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Tables:
     train: DataTable
     validation: DataTable | None
     test: DataTable | None
-    whole: DataTable
-    """The training data before a share of it was held out: a rare label may lie in that share."""
+    full_train: DataTable
+    """The training data before holding out: a rare label may be in the held-out part."""
     fingerprint: str
-    """Of all that was read, before splitting: the seed does not change it."""
+    """Fingerprint of everything read, before splitting; independent of the seed."""
     source: str
 
 
 def load_tables(data: DataSpec, *, seed: int) -> Tables:
-    """Read the data a job names and split it; the same job gives the same parts each time.
+    """Read and split the data of a job; deterministic.
 
     A part comes from where the job names it, else from the source's own split of that name, else
     from a share of the training data.
@@ -52,39 +52,39 @@ def load_tables(data: DataSpec, *, seed: int) -> Tables:
     for part in _HELD_OUT:
         named = getattr(data, part)
         if named is not None:
-            found = read_source(named, data)
-            parts[part] = found[part] if part in found else next(iter(found.values()))
+            named_parts = read_source(named, data)
+            parts[part] = named_parts[part] if part in named_parts else next(iter(named_parts.values()))
     for part, table in parts.items():
         if not len(table):
             raise DataError(f"the {part} data is empty: {getattr(data, part) or data.train}")
     fingerprint = _combine({part: table.fingerprint for part, table in parts.items()})
-    whole = parts["train"]
+    full_train = parts["train"]
     shares = {part: getattr(data.split, part) for part in _HELD_OUT if part not in parts}
     if any(shares.values()):
-        chosen = split_indices(len(whole), shares, seed=seed)
-        parts |= {part: whole.take(indices) for part, indices in chosen.items()}
+        chosen = split_indices(len(full_train), shares, seed=seed)
+        parts |= {part: full_train.take(indices) for part, indices in chosen.items()}
     if data.limit is not None:
         parts = {part: _limit(table, data.limit, seed=seed) for part, table in parts.items()}
     return Tables(
         train=parts["train"],
         validation=parts.get("validation"),
         test=parts.get("test"),
-        whole=whole,
+        full_train=full_train,
         fingerprint=fingerprint,
         source=data.train,
     )
 
 
 def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
-    """One source by part; those without parts of their own are all ``train``."""
+    """Read one source, by split; sources without splits are all ``train``."""
     scheme, _, name = source.partition(":")
     if scheme == "sklearn":
         return {"train": packages.load_sklearn(name)}
     if scheme == "synthetic":
-        found = generate(name)
-        if isinstance(found, DataTable):
-            return {"train": found}
-        return _read_location(locate(str(found)), "auto")
+        generated = generate(name)
+        if isinstance(generated, DataTable):
+            return {"train": generated}
+        return _read_location(locate(str(generated)), "auto")
     if scheme == "hf" and not name.startswith("//"):
         return _read_hf(name)
     location = locate(source, data.options)
@@ -94,10 +94,10 @@ def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
 def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
     """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``synthetic:NAME``."""
     if path.startswith("synthetic:"):
-        found = generate(path.removeprefix("synthetic:"))
-        if isinstance(found, DataTable):
-            return "\n".join(str(line) for line in found["text"])
-        path, options = str(found), None
+        generated = generate(path.removeprefix("synthetic:"))
+        if isinstance(generated, DataTable):
+            return "\n".join(str(line) for line in generated["text"])
+        path, options = str(generated), None
     location = locate(path, options)
     if not location.is_folder:
         text = decode(location)
@@ -170,14 +170,14 @@ def _named_parts(children: list[Location]) -> dict[str, Location]:
 
 def _read_shards(folder: Location, files: list[Location], form: str) -> DataTable:
     """Files of one format, in the order of their names, as one table."""
-    wanted = {suffix for suffix, known in SUFFIXES.items() if form in {"auto", known}}
-    shards = [file for file in files if file.suffix in wanted]
+    suffixes = {suffix for suffix, known in SUFFIXES.items() if form in {"auto", known}}
+    shards = [file for file in files if file.suffix in suffixes]
     formats = sorted({SUFFIXES[file.suffix] for file in shards})
     if len(formats) != 1:
-        found = f"files of several formats ({', '.join(formats)})" if formats else "no data files"
+        contents = f"files of several formats ({', '.join(formats)})" if formats else "no data files"
         raise DataError(
-            f"{folder.url} holds {found}",
-            hint=f"expected images or sounds in a folder per label, or {', '.join(sorted(wanted))}",
+            f"{folder.url} holds {contents}",
+            hint=f"expected images or sounds in a folder per label, or {', '.join(sorted(suffixes))}",
         )
     tables = [READERS[formats[0]](file) for file in shards]
     for shard, columns in zip(shards, tables, strict=True):
@@ -193,7 +193,7 @@ def _read_shards(folder: Location, files: list[Location], form: str) -> DataTabl
 def _join(columns: list[Column]) -> Column:
     if all(isinstance(column, np.ndarray) for column in columns):
         return np.concatenate(columns)
-    # Where one shard's cells are all numbers and another's are not, the column is text.
+    # Mixed numeric and text shards make a text column.
     return [
         str(value) if isinstance(column, np.ndarray) else value
         for column in columns
@@ -202,7 +202,7 @@ def _join(columns: list[Column]) -> Column:
 
 
 def _split_arrays(columns: Columns) -> dict[str, Columns]:
-    """``x_train, y_train, x_test, y_test`` of one file are its parts."""
+    """Split arrays such as ``x_train, y_train, x_test, y_test`` of one file by part."""
     parts: dict[str, Columns] = {}
     for name, column in columns.items():
         stem, _, part = name.rpartition("_")

@@ -16,15 +16,15 @@ _SPLIT_STREAM, _LIMIT_STREAM = 1, 2
 
 
 def split_indices(count: int, shares: Mapping[str, float], *, seed: int) -> dict[str, np.ndarray]:
-    """Positions of ``train`` and of each part with a share; every part has at least one sample.
+    """Indices of ``train`` and of each held-out part; every part has at least one sample.
 
     A part's samples depend on the count, its share and the seed alone, and keep their order.
     """
     sizes = {part: max(1, round(share * count)) for part, share in shares.items() if share > 0}
     if sum(sizes.values()) >= count:
-        wanted = " and ".join(f"{size} for {part}" for part, size in sizes.items())
+        requested = " and ".join(f"{size} for {part}" for part, size in sizes.items())
         raise DataError(
-            f"{count} sample{'s' * (count != 1)} cannot be split: {wanted or 'nothing held out'} "
+            f"{count} sample{'s' * (count != 1)} cannot be split: {requested or 'nothing held out'} "
             f"would leave none to train on",
             hint="give more data, name data.validation and data.test, or set their split to 0",
         )
@@ -39,6 +39,6 @@ def split_indices(count: int, shares: Mapping[str, float], *, seed: int) -> dict
 
 
 def limit_indices(count: int, limit: int, *, seed: int) -> np.ndarray:
-    """At most ``limit`` positions drawn over the whole: data is often sorted by label."""
+    """At most ``limit`` random indices: data is often sorted by label."""
     order = np.random.default_rng((seed, _LIMIT_STREAM)).permutation(count)
     return np.sort(order[:limit])

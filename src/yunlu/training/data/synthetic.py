@@ -1,4 +1,4 @@
-"""Data sets that Yunlu makes itself: ``synthetic:NAME``, the same on every machine, no download."""
+"""Synthetic data sets: ``synthetic:NAME``, the same on every machine, no download."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Generator = Callable[[int], DataTable | Path]
 
 GENERATORS: dict[str, Generator] = {}
 SYNTHETIC_SEED = 20250101
-"""Fixed: made data is a data set like any other, so a job's seed never changes it."""
+"""Fixed: a synthetic data set does not depend on the job's seed."""
 
-# Where each name is registered; imported only when asked for, since some makers need more packages.
+# Module of each name; imported on demand, since some generators need more packages.
 _MODULES = {
     "films": __name__,
     "reviews": "yunlu.training.data.synthetic_text",
@@ -30,22 +30,22 @@ _MODULES = {
 
 
 def generator_of(name: str) -> Callable[[Generator], Generator]:
-    """Register a maker under ``synthetic:NAME``."""
+    """Register a generator under ``synthetic:NAME``."""
 
-    def register(maker: Generator) -> Generator:
-        GENERATORS[name] = maker
-        return maker
+    def register(generator: Generator) -> Generator:
+        GENERATORS[name] = generator
+        return generator
 
     return register
 
 
 def generate(name: str) -> DataTable | Path:
-    """Make the data set of that name."""
+    """Generate the data set of that name."""
     if name not in GENERATORS and name in _MODULES:
         importlib.import_module(_MODULES[name])
     if name not in GENERATORS:
         raise DataError(
-            f"Yunlu makes no data set named {name!r}",
+            f"There is no synthetic data set named {name!r}",
             hint=did_you_mean(name, _MODULES.keys() | GENERATORS.keys()),
         )
     return GENERATORS[name](SYNTHETIC_SEED)
@@ -53,18 +53,18 @@ def generate(name: str) -> DataTable | Path:
 
 @generator_of("films")
 def generate_ratings(seed: int) -> DataTable:
-    """Ratings from 1 to 5 that people with tastes give to films with traits.
+    """Film ratings from 1 to 5 by users with latent tastes.
 
-    A rating is a mean, what the person gives on average, how good the film is, how well their
-    five-dimensional tastes and traits agree (the largest part), and noise of 0.4 stars. Who rates
-    what is uneven, as in life: some films are seen by many.
+    A rating is the sum of a mean, a user bias, an item bias, the agreement of five-dimensional user
+    tastes and film traits (the largest part), and noise of 0.4 stars. Popularity is uneven: some
+    films are rated by many.
     """
     users, items, ratings, taste_dims = 400, 240, 16_000, 5
     rng = np.random.default_rng(seed)
     taste, trait = rng.normal(size=(users, taste_dims)), rng.normal(size=(items, taste_dims))
     mood, quality = rng.normal(0, 0.3, users), rng.normal(0, 0.4, items)
     fame = rng.dirichlet(np.full(items, 2.0))
-    # A person rates a film once: the largest of (fame + Gumbel noise) draws without replacement.
+    # A user rates a film once: the top of (log popularity + Gumbel noise) samples without replacement.
     keys = np.log(fame)[None, :] + rng.gumbel(size=(users, items))
     pairs = np.sort(np.argpartition(-keys, ratings // users, axis=1)[:, : ratings // users])
     user, item = np.repeat(np.arange(users), ratings // users), pairs.reshape(-1)

@@ -1,7 +1,7 @@
-"""Speech that Yunlu makes with the espeak-ng synthesiser: words to spot, digits to transcribe.
+"""Synthetic speech by espeak-ng: keywords, and digit strings with transcripts.
 
-Validation and test are spoken by voices, at speeds and pitches, that training never heard: a model
-that only remembers its clips fails on them.
+Validation and test use voices, speeds and pitches that do not occur in training: a model
+that memorises its clips fails on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from yunlu.core.errors import DataError, MissingPartError
 from yunlu.core.settings import read_settings
-from yunlu.training.data.audio import read_sound
+from yunlu.training.data.audio import read_audio
 from yunlu.training.data.synthetic import generator_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechSplit:
-    """Who speaks in one part of the data, and how."""
+    """Voices, speeds and pitches of one split."""
 
     name: str
     voices: tuple[str, ...]
@@ -44,14 +44,14 @@ class SpeechSplit:
     pitches: tuple[int, ...]
     """0 to 99."""
     takes: int
-    """How often each voice says each word."""
+    """Repetitions of each word by each voice."""
     utterances: int
-    """How many strings of digits are spoken in all."""
+    """Number of digit strings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """One sound to make; ``path`` is relative to the data set."""
+    """One clip to synthesise; ``path`` is relative to the data set."""
 
     path: str
     text: str
@@ -105,41 +105,41 @@ def generate_spoken_digits(seed: int) -> Path:
 
 
 def plan_words(seed: int) -> list[Clip]:
-    """Every voice says every word several times, at speeds and pitches drawn from its part."""
+    """Clips of every word by every voice, at random speeds and pitches of the split."""
     rng = np.random.default_rng(seed)
     return [
         Clip(
-            path=f"{part.name}/{word}/{voice.replace('+', '-')}-{take}.wav",
+            path=f"{split.name}/{word}/{voice.replace('+', '-')}-{take}.wav",
             text=word,
             voice=voice,
-            speed=int(rng.choice(part.speeds)),
-            pitch=int(rng.choice(part.pitches)),
+            speed=int(rng.choice(split.speeds)),
+            pitch=int(rng.choice(split.pitches)),
         )
-        for part in SPLITS
-        for voice in part.voices
+        for split in SPLITS
+        for voice in split.voices
         for word in WORDS
-        for take in range(part.takes)
+        for take in range(split.takes)
     ]
 
 
 def plan_digits(seed: int) -> list[Clip]:
-    """Strings of digits, each spoken by a voice of its part."""
+    """Clips of digit strings, each by a random voice of the split."""
     rng = np.random.default_rng(seed)
     return [
         Clip(
-            path=f"{part.name}/{number:04d}.wav",
+            path=f"{split.name}/{number:04d}.wav",
             text=" ".join(rng.choice(DIGITS, size=int(rng.integers(2, 5)))),
-            voice=str(rng.choice(part.voices)),
-            speed=int(rng.choice(part.speeds)),
-            pitch=int(rng.choice(part.pitches)),
+            voice=str(rng.choice(split.voices)),
+            speed=int(rng.choice(split.speeds)),
+            pitch=int(rng.choice(split.pitches)),
         )
-        for part in SPLITS
-        for number in range(part.utterances)
+        for split in SPLITS
+        for number in range(split.utterances)
     ]
 
 
 def make_folder(name: str, clips: Sequence[Clip], *, seed: int, with_transcripts: bool) -> Path:
-    """Make all clips aside and publish them by one rename; a copy made before is used again."""
+    """Write all clips to a temporary folder and publish it by one rename; reuses an existing copy."""
     final = read_settings().cache / "synthetic" / f"{name}-v{_VERSION}"
     if final.is_dir():
         return final
@@ -154,7 +154,7 @@ def make_folder(name: str, clips: Sequence[Clip], *, seed: int, with_transcripts
         try:
             aside.rename(final)
         except OSError:
-            # Another process was first, with the same content: take its copy.
+            # Another process was first, with the same content: use its copy.
             if not final.is_dir():
                 raise
     finally:
@@ -167,7 +167,7 @@ def find_espeak() -> str:
     program = shutil.which("espeak-ng")
     if program is None:
         raise MissingPartError(
-            "Making speech needs the program espeak-ng, which is not installed.",
+            "Synthetic speech needs the program espeak-ng, which is not installed.",
             hint="apt-get install espeak-ng",
         )
     return program
@@ -178,7 +178,7 @@ def write_clips(directory: Path, clips: Sequence[Clip], *, seed: int, program: s
     for folder in {(directory / clip.path).parent for clip in clips}:
         folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        # Each clip has its own noise, drawn from its number: the order of threads does not matter.
+        # The noise is seeded by the clip's number: the order of threads does not matter.
         tasks = [
             pool.submit(
                 _write_clip, directory, clip, np.random.default_rng((seed, number)), program
@@ -190,7 +190,7 @@ def write_clips(directory: Path, clips: Sequence[Clip], *, seed: int, program: s
 
 
 def _write_transcripts(directory: Path, clips: Sequence[Clip]) -> None:
-    """One sheet beside the clips of each part: file and text."""
+    """Write one sheet of file names and texts for each split."""
     sheets: dict[Path, list[str]] = {}
     for clip in clips:
         path = directory / clip.path
@@ -204,28 +204,28 @@ def _write_clip(directory: Path, clip: Clip, rng: np.random.Generator, program: 
 
     path = directory / clip.path
     _speak(clip, path, program)
-    wave, _ = read_sound(str(path), sample_rate=SAMPLE_RATE)
-    soundfile.write(path, roughen(wave.numpy(), rng), SAMPLE_RATE, subtype="PCM_16")
+    wave, _ = read_audio(str(path), sample_rate=SAMPLE_RATE)
+    soundfile.write(path, add_noise(wave.numpy(), rng), SAMPLE_RATE, subtype="PCM_16")
 
 
 def _speak(clip: Clip, path: Path, program: str) -> None:
     command = [program, "-v", clip.voice, "-s", str(clip.speed), "-p", str(clip.pitch)]
     try:
-        done = subprocess.run(  # noqa: S603 - a fixed program and arguments of our own
+        completed = subprocess.run(  # noqa: S603 - a fixed program and arguments of our own
             [*command, "-w", str(path), clip.text], capture_output=True, check=False, timeout=60
         )
     except subprocess.TimeoutExpired as error:
-        raise DataError(f"espeak-ng took more than a minute to say {clip.text!r}") from error
-    if done.returncode or not path.is_file():
-        reason = done.stderr.decode(errors="replace").strip()
+        raise DataError(f"espeak-ng took more than a minute to speak {clip.text!r}") from error
+    if completed.returncode or not path.is_file():
+        reason = completed.stderr.decode(errors="replace").strip()
         raise DataError(
-            f"espeak-ng could not say {clip.text!r} as {clip.voice}: {reason or 'no sound'}",
+            f"espeak-ng cannot speak {clip.text!r} as {clip.voice}: {reason or 'no sound'}",
             hint="apt-get install --reinstall espeak-ng espeak-ng-data",
         )
 
 
-def roughen(wave: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As a microphone might hear it: at some loudness, after some silence, over some noise."""
+def add_noise(wave: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Vary the loudness, pad with silence, add white noise."""
     loudness = rng.uniform(0.2, 0.8) / max(float(np.abs(wave).max()), 1e-4)
     before, after = (int(SAMPLE_RATE * rng.uniform(0.02, 0.15)) for _ in range(2))
     speech = np.pad(wave * loudness, (before, after))

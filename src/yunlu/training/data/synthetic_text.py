@@ -1,4 +1,4 @@
-"""Texts that Yunlu makes or finds on every machine: reviews, dates, Python's own documentation."""
+"""Synthetic texts: reviews and dates; and Python's own documentation."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ _CONTRAST = (", but ", ", yet ", "; still, ")
 
 @generator_of("reviews")
 def generate_reviews(seed: int) -> DataTable:
-    """Product reviews in three moods, in which counting good and bad words is not enough.
+    """Product reviews of three sentiments, for which counting good and bad words is not enough.
 
-    Half of the clauses say the opposite with a negation ("not bad at all"), and after a contrast
-    the second clause decides. No sentence occurs twice, so none can stand in train and in test.
+    Half of the clauses are negated ("not bad at all"), and after a contrast
+    the second clause decides. Sentences are unique, so train and test do not overlap.
     """
     rng = random.Random(seed)  # noqa: S311 - data, not secrets
     moods: dict[str, Callable[[random.Random], str]] = {
@@ -87,14 +87,14 @@ def generate_reviews(seed: int) -> DataTable:
         "neutral": _shrug,
         "positive": lambda rng: _opinion(rng, good=True),
     }
-    found: dict[str, str] = {}
-    while len(found) < _REVIEWS:
+    examples: dict[str, str] = {}
+    while len(examples) < _REVIEWS:
         mood = rng.choice(list(moods))
         product = rng.choice(_PRODUCTS)
         closer = rng.choice(_CLOSERS).format(product=product)
         sentence = f"{rng.choice(_OPENERS)}{moods[mood](rng)}.{closer}"
-        found.setdefault(sentence, mood)
-    return DataTable({"label": list(found.values()), "text": list(found)})
+        examples.setdefault(sentence, mood)
+    return DataTable({"label": list(examples.values()), "text": list(examples)})
 
 
 def _opinion(rng: random.Random, *, good: bool) -> str:
@@ -147,14 +147,14 @@ _FIRST, _LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 
 @generator_of("dates")
 def generate_dates(seed: int) -> DataTable:
-    """Dates as people write them, and as ISO 8601 does; numbers alone go day.month.year."""
+    """Dates in many written forms, and in ISO 8601; numeric forms are day.month.year."""
     rng = random.Random(seed)  # noqa: S311 - data, not secrets
     span = (_LAST - _FIRST).days
-    found: dict[str, str] = {}
-    while len(found) < _DATES:
+    examples: dict[str, str] = {}
+    while len(examples) < _DATES:
         date = _FIRST + datetime.timedelta(days=rng.randint(0, span))
-        found.setdefault(_write_date(rng, date), date.isoformat())
-    return DataTable({"source": list(found), "target": list(found.values())})
+        examples.setdefault(_write_date(rng, date), date.isoformat())
+    return DataTable({"source": list(examples), "target": list(examples.values())})
 
 
 def _write_date(rng: random.Random, date: datetime.date) -> str:
@@ -187,8 +187,8 @@ def _ending(day: int) -> str:
 
 
 @generator_of("python-docs")
-def generate_python_docs(seed: int) -> Path:  # noqa: ARG001 - found, not drawn
-    """The language reference that CPython carries for ``help()``: half a megabyte of real prose."""
+def generate_python_docs(seed: int) -> Path:  # noqa: ARG001 - not random
+    """The language reference in CPython's ``help()``: half a megabyte of real prose."""
     try:
         from pydoc_data.topics import topics  # noqa: PLC0415 - some distributions leave it out
     except ImportError as error:

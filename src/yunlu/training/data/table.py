@@ -1,4 +1,4 @@
-"""A table of samples in memory: named columns of equal length, and a fingerprint of their content."""
+"""In-memory table of samples: named columns of equal length, with a content fingerprint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Column = np.ndarray | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file that is read when its sample is needed: a path or fsspec URL, or bytes held inline."""
+    """Reference to a file that is read on demand: a path or fsspec URL, or inline bytes."""
 
     path: str
     data: bytes | None = field(default=None, repr=False)
@@ -52,9 +52,9 @@ class DataTable:
 
     columns: dict[str, Column]
     fingerprint: str = ""
-    """Of the source when the reader gives one, else of the columns' content."""
+    """Fingerprint of the source if known, else of the columns' content."""
     positions: np.ndarray | None = field(default=None, repr=False)
-    """Where each sample stood in the source, when this is a part of it."""
+    """Index of each sample in the source, if this is a subset."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
@@ -90,7 +90,7 @@ class DataTable:
         )
 
     def source_row(self, index: int) -> int:
-        """The sample's number in its source, from 1: what an error message should name."""
+        """Row number of the sample in its source, from 1, for error messages."""
         return 1 + (index if self.positions is None else int(self.positions[index]))
 
 

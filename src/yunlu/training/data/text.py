@@ -1,4 +1,4 @@
-"""Texts as token ids: taken from a table, encoded once, kept flat, padded per batch."""
+"""Texts as token ids: encoded once, stored in one array, padded per batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEXTS_AT_ONCE = 10_000
 
 
 class TokenLists:
-    """Many lists of ids in one array: a few bytes per token instead of a Python object."""
+    """Many lists of ids in one array."""
 
     def __init__(self, lists: Iterable[Sequence[int]], *, size: int) -> None:
         kind = id_type(size)
@@ -60,7 +60,7 @@ def id_type(size: int) -> type[np.uint16 | np.uint32]:
 
 
 def texts_of(table: DataTable, names: Sequence[str], *, part: str) -> list[str]:
-    """The texts of a column, or of several joined; a missing one is refused with its row."""
+    """The texts of one or several joined columns; a missing value is an error with its row."""
     columns = [table[name] for name in names]
     texts: list[str] = []
     for index, values in enumerate(zip(*columns, strict=True)):
@@ -78,7 +78,7 @@ def texts_of(table: DataTable, names: Sequence[str], *, part: str) -> list[str]:
 def encode(
     tokenizer: Tokenizer, texts: Sequence[str], *, max_length: int, closed: bool = False
 ) -> TokenLists:
-    """All texts with their marks, a share at a time; an empty one is a single ``eos``.
+    """Encode all texts with special tokens, in chunks; an empty text is a single ``eos``.
 
     ``closed`` ends each with ``eos``, which not every tokenizer adds: without it a model that
     writes would never learn to stop.
@@ -127,7 +127,7 @@ def lay_end_to_end(lists: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def token_config(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a Hugging Face configuration must know of the tokenizer."""
+    """Tokenizer settings for a Hugging Face configuration."""
     if job.model.pretrained or tokenizer.name == job.model.name:
         return {"pad_token_id": tokenizer.pad}
     marks = {"pad_token_id": tokenizer.pad, "bos_token_id": tokenizer.bos}
@@ -135,7 +135,7 @@ def token_config(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_vocabulary(job: Job, model: nn.Module, tokenizer: Tokenizer) -> None:
-    """A Hugging Face model must have an embedding for every id of the tokenizer."""
+    """Check that a Hugging Face model has an embedding for every id of the tokenizer."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", None)
     if rows is not None and rows < tokenizer.size:
@@ -147,7 +147,7 @@ def check_vocabulary(job: Job, model: nn.Module, tokenizer: Tokenizer) -> None:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, **settings: Any) -> None:
-    """The tokenizer, and ``preprocessing.json`` with what else is needed to use the model."""
+    """Save the tokenizer, and ``preprocessing.json`` with the other settings to use the model."""
     tokenizer.save(directory)
     marks = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos}
     parts = {"tokenizer": tokenizer.name, **marks, **settings}

@@ -31,7 +31,7 @@ _HF_FILES = (
 
 
 class Tokenizer(Protocol):
-    """What tasks need of a tokenizer."""
+    """Interface of a tokenizer."""
 
     name: str
     size: int
@@ -40,12 +40,12 @@ class Tokenizer(Protocol):
     bos: int
     eos: int
     limit: int | None
-    """Longest sequence its model takes, where it says so."""
+    """Longest sequence of its model, if known."""
 
     def encode_batch(
         self, texts: Sequence[str], *, ends: bool = False, max_length: int | None = None
     ) -> list[list[int]]:
-        """Ids of each text, cut to ``max_length``; ``ends`` adds the marks its models expect."""
+        """Ids of each text, truncated to ``max_length``; ``ends`` adds special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is its own id: nothing is unknown, nothing to train."""
+    """Byte-level tokenizer: each UTF-8 byte is an id."""
 
     name = "bytes"
     size = 256 + len(_SPECIAL)
@@ -68,25 +68,25 @@ class ByteTokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, ends: bool = False, max_length: int | None = None
     ) -> list[list[int]]:
-        """Bytes; a text is cut between bytes, not between characters."""
-        # A lone surrogate (from broken JSON escapes) has no UTF-8: it becomes a question mark.
-        return _cut(
+        """UTF-8 bytes; truncated between bytes, not characters."""
+        # A lone surrogate (from broken JSON escapes) has no UTF-8: replaced by a question mark.
+        return _truncate(
             [list(text.encode("utf-8", "replace")) for text in texts], self.eos, ends, max_length
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Half a character at a cut becomes the replacement character."""
+        """Decode; incomplete characters become the replacement character."""
         return bytes(number for number in ids if number < 256).decode("utf-8", "replace")
 
     def save(self, directory: Path) -> None:
-        """As a BPE without merges, so that any reader of ``tokenizer.json`` gives the same ids."""
+        """Save as a BPE without merges, readable as any ``tokenizer.json``."""
         fast = _byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]), by_word=False)
         fast.add_special_tokens(list(_SPECIAL))
         fast.save(str(directory / "tokenizer.json"))
 
 
 class BpeTokenizer:
-    """Byte-pair encoding over bytes, trained on the training split; the same text, the same ids."""
+    """Byte-level BPE, trained on the training split; deterministic."""
 
     name = "bpe"
     pad, bos, eos = range(len(_SPECIAL))
@@ -106,32 +106,32 @@ class BpeTokenizer:
 
     @classmethod
     def read(cls, directory: Path) -> BpeTokenizer:
-        """The one that an earlier run trained and exported: the same text, the same ids."""
+        """Load the tokenizer that an earlier run trained and exported."""
         path = directory / "tokenizer.json"
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower one
             raise ModelError(f"{path} is not a tokenizer that can be read: {error}") from error
-        found = cls.__new__(cls)
-        found._fast, found.size = fast, fast.get_vocab_size()
-        if [fast.token_to_id(mark) for mark in _SPECIAL] != [found.pad, found.bos, found.eos]:
-            raise ModelError(f"{path} was altered: its marks are not where they were exported.")
-        return found
+        tokenizer = cls.__new__(cls)
+        tokenizer._fast, tokenizer.size = fast, fast.get_vocab_size()
+        if [fast.token_to_id(mark) for mark in _SPECIAL] != [tokenizer.pad, tokenizer.bos, tokenizer.eos]:
+            raise ModelError(f"{path} was altered: its special tokens differ from the export.")
+        return tokenizer
 
     def encode_batch(
         self, texts: Sequence[str], *, ends: bool = False, max_length: int | None = None
     ) -> list[list[int]]:
         """Lossless: the ids hold every byte of the text."""
         clean = [text.encode("utf-8", "replace").decode() for text in texts]
-        found = self._fast.encode_batch_fast(clean, add_special_tokens=False)
-        return _cut([encoding.ids for encoding in found], self.eos, ends, max_length)
+        encodings = self._fast.encode_batch_fast(clean, add_special_tokens=False)
+        return _truncate([encoding.ids for encoding in encodings], self.eos, ends, max_length)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that the ids spell."""
+        """The text of the ids."""
         return self._fast.decode(list(ids), skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
-        """In the common format of ``tokenizers``."""
+        """Save in the format of ``tokenizers``."""
         self._fast.save(str(directory / "tokenizer.json"))
 
 
@@ -163,7 +163,7 @@ class HfTokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, ends: bool = False, max_length: int | None = None
     ) -> list[list[int]]:
-        """With ``ends``, the marks that the model was trained with (``[CLS]``, ``</s>``, ...)."""
+        """Encode; ``ends`` adds the model's special tokens (``[CLS]``, ``</s>``, ...)."""
         if not texts:
             return []
         return self._inner(
@@ -176,31 +176,30 @@ class HfTokenizer:
         )["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, as the tokenizer spells it."""
+        """The text, as the tokenizer decodes it."""
         return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
-        """All of its files, as transformers writes them."""
+        """Save all files, as transformers does."""
         self._inner.save_pretrained(str(directory))
 
 
 def choose_tokenizer(
     data: DataSpec, model: ModelSpec, texts: Sequence[str], *, small: str
 ) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names, trained on ``texts`` where it has to learn.
+    """The tokenizer that ``data.tokenizer`` names, trained on ``texts`` if needed.
 
-    ``auto`` is the model's own for a Hugging Face model, and the start's for a model that starts from
-    an earlier one; else ``small`` up to 2 MB of text, where BPE learns too few words to pay, and
-    ``bpe`` above.
+    ``auto`` is the model's own for a Hugging Face model, and the base model's when fine-tuning; else
+    ``small`` up to 2 MB of text, where BPE learns too few words to pay, and ``bpe`` above.
     """
     name = data.tokenizer
     if model.weights is not None and not names_hf(model.name):
-        return _tokenizer_of_start(data, model)
+        return _base_tokenizer(data, model)
     if name == "auto":
         if names_hf(model.name):
-            own = _own_tokenizer(model)
-            if own is not None:
-                return own
+            model_tokenizer = _own_tokenizer(model)
+            if model_tokenizer is not None:
+                return model_tokenizer
         name = small if _bytes_in(texts) <= 2 << 20 else "bpe"
     elif names_hf(model.name) and model.pretrained and name in {"bytes", "bpe"}:
         raise ModelError(
@@ -221,36 +220,36 @@ def choose_tokenizer(
 
 
 def fitting_vocabulary(texts: Sequence[str]) -> int:
-    """One token per hundred bytes: each is then seen often enough to be learned."""
+    """Vocabulary size: one token per hundred bytes, so that each occurs often enough."""
     return max(512, min(_LARGEST_VOCABULARY, _bytes_in(texts) // _BYTES_PER_TOKEN))
 
 
-def _tokenizer_of_start(data: DataSpec, model: ModelSpec) -> Tokenizer:
-    """What the start was trained with: its weights mean nothing under other ids."""
+def _base_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
+    """The tokenizer of the base model: its weights need the same ids."""
     directory = start_of(model)
-    own = None if directory is None else _exported_tokenizer(directory)
-    if directory is None or own is None:
+    base = None if directory is None else _exported_tokenizer(directory)
+    if directory is None or base is None:
         raise ModelError(
             f"model.weights: {model.weights} holds no tokenizer, so its weights cannot be used on text."
         )
-    asked = data.tokenizer
-    if asked not in {"auto", own.name} and not _is_same(asked, directory):
+    requested = data.tokenizer
+    if requested not in {"auto", base.name} and not _is_same(requested, directory):
         raise ModelError(
             f"data.tokenizer: the model in {directory} was trained with its own tokenizer "
-            f"({own.name}), not {asked!r}.",
+            f"({base.name}), not {requested!r}.",
             hint="remove data.tokenizer",
         )
-    if data.vocabulary not in {"auto", own.size}:
+    if data.vocabulary not in {"auto", base.size}:
         raise ModelError(
-            f"data.vocabulary: the tokenizer of {directory} has {own.size} tokens, not "
+            f"data.vocabulary: the tokenizer of {directory} has {base.size} tokens, not "
             f"{data.vocabulary}.",
             hint="remove data.vocabulary",
         )
-    return own
+    return base
 
 
 def _exported_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer that an export of ours says it was trained with."""
+    """The tokenizer recorded in an export of Yunlu; None if there is none."""
     path = directory / "preprocessing.json"
     try:
         name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
@@ -265,11 +264,11 @@ def _exported_tokenizer(directory: Path) -> Tokenizer | None:
     return None if name is None else HfTokenizer(directory, name)
 
 
-def _is_same(asked: str, directory: Path) -> bool:
-    """Whether the directory that a job names holds the very tokenizer of the start."""
-    other = Path(asked.removeprefix("hf:")).expanduser() / "tokenizer.json"
-    own = directory / "tokenizer.json"
-    return other.is_file() and own.is_file() and other.read_bytes() == own.read_bytes()
+def _is_same(requested: str, directory: Path) -> bool:
+    """Whether the directory that a job names holds the same tokenizer as the base model."""
+    other = Path(requested.removeprefix("hf:")).expanduser() / "tokenizer.json"
+    base = directory / "tokenizer.json"
+    return other.is_file() and base.is_file() and other.read_bytes() == base.read_bytes()
 
 
 def _own_tokenizer(model: ModelSpec) -> Tokenizer | None:
@@ -286,7 +285,7 @@ def _own_tokenizer(model: ModelSpec) -> Tokenizer | None:
     return None
 
 
-def _cut(
+def _truncate(
     sequences: list[list[int]], eos: int, ends: bool, max_length: int | None
 ) -> list[list[int]]:
     room = None if max_length is None else max_length - ends
@@ -301,7 +300,7 @@ def _byte_level(model: models.Model, *, by_word: bool) -> FastTokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level BPE, with the byte as id."""
+    """Printable character of each byte in byte-level BPE, with the byte as id."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""From the words of a search to the method that searches."""
+"""Builds the search method from its spec."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
 
 _STOPS_EARLY = ("random", "sobol", "tpe")
-"""Methods that ``stop: auto`` lets ASHA work with: the others need values of whole trainings."""
+"""Methods that ``stop: auto`` combines with ASHA: the others need values of whole trainings."""
 
 
 def make_method(
@@ -54,10 +54,10 @@ def make_method(
     allowed: Callable[[Params], bool] | None = None,
     past: Sequence[Trial] = (),
 ) -> Method:
-    """The method that a search asks for.
+    """Build the method of a search.
 
     Args:
-        search: What is asked.
+        search: Its spec.
         dimensions: What varies.
         seed: Decides every random choice.
         objectives: How many values each evaluation has.
@@ -90,7 +90,7 @@ def make_method(
 
 
 def name_method(search: SearchSpec, objectives: int = 1) -> tuple[str, StopSpec]:
-    """What ``auto`` stands for: the method's name, and the rule that stops trials early."""
+    """Resolve ``auto``: name of the method, and early-stopping rule."""
     name, stop = search.method, search.stop
     if name == "auto":
         if objectives > 1:
@@ -163,16 +163,16 @@ def _make_stopping(stop: StopSpec) -> Stopping:
 
 
 class NoRepeats:
-    """Of a space with an end, no setting comes twice: another one instead, until none is left."""
+    """Never suggest a setting of a finite space twice; end when none is left."""
 
     def __init__(self, method: Method, draws: SettingDraws, *, seed: int) -> None:
-        """``method`` thinks of settings as if there were always another one."""
+        """``method`` may repeat settings."""
         self._method = method
         self._draws = draws
         self._seed = seed
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        """What the method would do, with a setting that is new."""
+        """The method's action, with a new setting."""
         left = self._find_left(snapshot)
         if left is None:
             move = self._method.choose(replace(snapshot, trials_left=0))
@@ -184,7 +184,7 @@ class NoRepeats:
         return move if is_new else replace(move, params=left)
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
-        """By the method; where nothing new is left, nobody has to make room for it."""
+        """By the method; where nothing new is left, no trial has to make room."""
         has_new = self._find_left(snapshot) is not None
         return self._method.judge(number, snapshot if has_new else replace(snapshot, trials_left=0))
 
@@ -194,7 +194,7 @@ class NoRepeats:
 
 
 class EnqueuedFirst:
-    """Settings that the user wants tried first, then whatever the method finds."""
+    """Settings that the user enqueued first, then those of the method."""
 
     def __init__(
         self, settings: list[Params], method: Method, draws: SettingDraws, *, seed: int

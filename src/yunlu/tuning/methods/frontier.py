@@ -1,9 +1,8 @@
-"""Our own method: a place goes where its next seconds are expected to improve the study most.
+"""The default method: a slot goes where its next seconds are expected to improve the study most.
 
-A Gaussian process (``surrogate``) foretells the end of every curve, of trials that were begun and of
-settings that were not. Whoever may still become the best by the most, for the time it takes, goes
-on; a race keeps this honest where little can be foretold: from station to station only the better
-part of those who came so far may rise, as in successive halving (Li et al., "A system for massively
+A Gaussian process (``surrogate``) predicts the end of every curve, of started trials and of new
+settings. The one with the largest expected improvement per time continues; where little can be
+predicted, milestones safeguard this: only the better part of the trials at a milestone may continue, as in successive halving (Li et al., "A system for massively
 parallel hyperparameter tuning", 2020), and a third of what begins is drawn at random (Falkner,
 Klein and Hutter, "BOHB", 2018).
 """
@@ -42,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierParams:
-    """What was set by trying (on TaskSet's curves only)."""
+    """Hyperparameters, tuned on TaskSet's curves only."""
 
     opening: int = 3
     """Trials for each dimension before the model is asked."""
     first: float = 0.06
     """Of a whole training: how far a new trial runs before it is compared."""
     growth: float = 1.4
-    """From one station to the next."""
+    """From one milestone to the next."""
     halving: float = 3.0
     """One in so many may train twice as long."""
     haste: float = 0.25
@@ -57,21 +56,21 @@ class FrontierParams:
     chance: float = 0.33
     """Of what begins: how much is drawn at random."""
     belief: float = 10.0
-    """How many trials the user's beliefs are worth (Hvarfner et al., "piBO", 2022)."""
+    """Weight of the user's priors, in trials (Hvarfner et al., "piBO", 2022)."""
     modelled: int = 100
     """Trials that the model learns from: half of them the best, half drawn by lot."""
     studied: int = 36
     """Trials from which it learns what is typical."""
     candidates: int = 96
-    """New settings to think of, everywhere and around the best."""
+    """New settings to consider, everywhere and around the best."""
 
 
 _FAR_ALONG = 8
 """Trials, of those that came farthest, that always tell what is typical."""
 _SHORT = 4
-"""Held trials from each station that are thought of."""
+"""Held trials considered from each milestone."""
 _ENOUGH = 8
-"""Trials that one is compared with before it is given up."""
+"""Trials to compare with before one is pruned."""
 _HOPELESS = 4.0
 """Deviations from ever being the best."""
 
@@ -101,11 +100,11 @@ class Frontier:
         self._decided: tuple[object, _Decision] | None = None
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        """What is done with a free place."""
+        """Next action for a free slot."""
         return self._decide(snapshot, None).move
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
-        """Whether a trial goes on after its newest evaluation."""
+        """Verdict on a trial after its newest evaluation."""
         milestones = self._find_milestones(snapshot)
         table = self._table.update(snapshot.trials, milestones)
         row = table.row(number)
@@ -124,15 +123,15 @@ class Frontier:
         """The verdict where it is clear without the model."""
         rows, rung = np.array([row]), int(table.rungs[row])
         better, of = (int(each[0]) for each in rank(table, rows, milestones))
-        place = f"{better} of {of} were better at rung {rung}"
+        reason = f"{better} of {of} were better at rung {rung}"
         if of >= _ENOUGH and better >= 0.75 * of:
-            return Judgement(Verdict.PRUNE, reason=place)
+            return Judgement(Verdict.PRUNE, reason=reason)
         if self._is_leading(table, row, snapshot):
             return Judgement(
                 Verdict.GO_ON, until=next_milestone(milestones, rung), reason="the best so far"
             )
         if not may_promote(table, rows, milestones, self.knobs.halving)[0]:
-            return Judgement(Verdict.HOLD, reason=place)
+            return Judgement(Verdict.HOLD, reason=reason)
         return None
 
     def _judge_by_model(self, number: int, snapshot: StudySnapshot) -> Judgement:
@@ -144,7 +143,7 @@ class Frontier:
         return Judgement(Verdict.HOLD, reason="others are expected to gain more")
 
     def _is_leading(self, table: TrialTable, row: int, snapshot: StudySnapshot) -> bool:
-        """Whether it has just become better than all others, and has time to go on."""
+        """Whether it has just become better than all others, and has time to continue."""
         best, before = float(table.bests[row]), table.best_at(row, int(table.rungs[row]) - 1)
         has_time = snapshot.seconds_left is None or snapshot.seconds_left > table.rung_times[row]
         return bool(best <= table.bests.min() and best < before[1] and has_time)
@@ -152,13 +151,13 @@ class Frontier:
     def _find_milestones(self, snapshot: StudySnapshot) -> list[int]:
         return find_milestones(snapshot.rungs, self.knobs.first, self.knobs.growth)
 
-    def _decide(self, snapshot: StudySnapshot, judgement: int | None) -> _Decision:
+    def _decide(self, snapshot: StudySnapshot, judged: int | None) -> _Decision:
         milestones = self._find_milestones(snapshot)
         table = self._table.update(snapshot.trials, milestones)
         may_begin = snapshot.trials_left is None or snapshot.trials_left > 0
         if may_begin and table.count < self._count_openings(snapshot):
             return _Decision(self._open(table.count, milestones[0]))
-        search = _Search(self, table, snapshot, milestones=milestones, judgement=judgement)
+        search = _FrontierStep(self, table, snapshot, milestones=milestones, judged=judged)
         key = (search.key, may_begin)
         if self._decided is None or self._decided[0] != key:
             self._decided = (key, search.decide(may_begin=may_begin))
@@ -230,7 +229,7 @@ class _Decision:
     """Of the trial that is judged."""
 
 
-class _Search:
+class _FrontierStep:
     """One decision in the making."""
 
     def __init__(
@@ -240,13 +239,13 @@ class _Search:
         snapshot: StudySnapshot,
         *,
         milestones: list[int],
-        judgement: int | None,
+        judged: int | None,
     ) -> None:
         self._method, self._table, self._milestones = method, table, milestones
         self._encoder, self._knobs = method.encoder, method.knobs
         self._running, self._held = table.running.copy(), table.held.copy()
-        self._own = -1 if judgement is None else table.row(judgement)
-        if judgement is not None:
+        self._own = -1 if judged is None else table.row(judged)
+        if judged is not None:
             self._running[self._own], self._held[self._own] = False, True
         self._rungs = snapshot.rungs
         self._left_s = np.inf if snapshot.seconds_left is None else snapshot.seconds_left
@@ -311,7 +310,7 @@ class _Search:
         return np.concatenate([order[: limit // 2], drawn])
 
     def _find_held(self) -> tuple[int, float, float]:
-        """The held trial to go on with (else -1), its gain, and the hope of the judged one."""
+        """The held trial to continue (else -1), its gain, and the upper bound of the judged one."""
         table = self._table
         can = self._held & (table.rungs > 0) & (table.rungs < self._rungs)
         rows = self._shorten(np.flatnonzero(can))
@@ -332,14 +331,14 @@ class _Search:
         return (int(rows[at]), float(gains[at]), hope) if rises[at] else (-1, 0.0, hope)
 
     def _shorten(self, rows: Indices) -> Indices:
-        """The best of each station are enough to think of."""
+        """Consider only the best of each milestone."""
         if len(rows) <= 4 * _SHORT:
             return rows
         levels = np.searchsorted(self._milestones, self._table.rungs[rows])
         order = rows[np.lexsort((self._table.bests[rows], levels))]
         levels = np.sort(levels)
-        place = np.arange(len(rows)) - np.searchsorted(levels, levels)
-        return np.unique(order[(place < _SHORT) | (order == self._own)])
+        index = np.arange(len(rows)) - np.searchsorted(levels, levels)
+        return np.unique(order[(index < _SHORT) | (order == self._own)])
 
     def _find_fresh(self) -> tuple[Params, float] | None:
         """A setting to begin, and its gain."""

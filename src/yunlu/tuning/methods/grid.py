@@ -42,7 +42,7 @@ def list_settings(
 
 
 class GridSampler:
-    """A grid, in an order that follows from the seed: an early end has seen something of all of it."""
+    """A grid in random order: an early end has covered all of it evenly."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class GridSampler:
     def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The next one of the list that is allowed and that no trial has had."""
         tried = {key_of(trial.params) for trial in snapshot.trials}
-        for place, params in enumerate(self._settings):
-            if key_of(params) not in tried and self._may(place, params):
+        for index, params in enumerate(self._settings):
+            if key_of(params) not in tried and self._may(index, params):
                 return dict(params)
         return None
 
-    def _may(self, place: int, params: Params) -> bool:
-        if place not in self._verdicts:
-            self._verdicts[place] = self._allowed is None or self._allowed(params)
-        return self._verdicts[place]
+    def _may(self, index: int, params: Params) -> bool:
+        if index not in self._verdicts:
+            self._verdicts[index] = self._allowed is None or self._allowed(params)
+        return self._verdicts[index]
 
 
 def _refuse_endless(dimensions: Sequence[Dimension], points: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Optuna's samplers, asked about a stand: TPE, Gaussian processes, NSGA-II."""
+"""Optuna's samplers on a snapshot: TPE, Gaussian processes, NSGA-II."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def distribution_of(dimension: Dimension) -> BaseDistribution:
 
 
 class OptunaSampler:
-    """One of Optuna's, made anew for each question so that nothing but the stand counts.
+    """One of Optuna's samplers, created anew for each query so that only the snapshot counts.
 
     The first trials are drawn at random, by the user's beliefs where there are some.
     """
@@ -137,17 +137,17 @@ class OptunaSampler:
         results = [result_of(trial)[0] if has_result(trial) else 0.0 for trial in trials]
         worst = float(rank_values(results).max(initial=0.0))
         frozen: list[FrozenTrial] = []
-        for place, trial in enumerate(trials):
-            kept = self._frozen.get(place)
+        for index, trial in enumerate(trials):
+            kept = self._frozen.get(index)
             if kept is None or kept[0] is not trial or kept[1] != worst:
-                kept = (trial, worst, self._freeze_one(place, trial, worst))
-                self._frozen[place] = kept
+                kept = (trial, worst, self._freeze_one(index, trial, worst))
+                self._frozen[index] = kept
             frozen.append(kept[2])
         if self._kind == "nsga2":
             _number_generations(frozen, self._population)
         return frozen
 
-    def _freeze_one(self, place: int, trial: Trial, worst: float) -> FrozenTrial:
+    def _freeze_one(self, index: int, trial: Trial, worst: float) -> FrozenTrial:
         params = {
             name: value for name, value in trial.params.items() if name in self._distributions
         }
@@ -155,13 +155,13 @@ class OptunaSampler:
         if not has_result(trial):
             failed = trial.state is TrialState.FAILED or trial.state.is_over
             state = OptunaState.FAIL if failed else OptunaState.RUNNING
-            return make_frozen(place, state, params, known)
+            return make_frozen(index, state, params, known)
         # Only TPE knows what to make of a trial that was given up.
         if self._kind == "tpe" and self._objectives == 1 and trial.state is not TrialState.DONE:
             course = {p.rung: float(_finite(p.value, worst)) for p in trial.points}
-            return make_frozen(place, OptunaState.PRUNED, params, known, course=course)
+            return make_frozen(index, OptunaState.PRUNED, params, known, course=course)
         values = [float(_finite(value, worst)) for value in result_of(trial)[: self._objectives]]
-        return make_frozen(place, OptunaState.COMPLETE, params, known, values=values)
+        return make_frozen(index, OptunaState.COMPLETE, params, known, values=values)
 
     def _fits(self, params: Params) -> bool:
         """Whether an earlier study's setting is one of this space."""
@@ -212,5 +212,5 @@ def _finite(value: float, worst: float) -> float:
 def _number_generations(trials: list[FrozenTrial], population: int) -> None:
     """Which generation each trial belongs to: so many with a result are one, in order of number."""
     complete = [trial for trial in trials if trial.state is OptunaState.COMPLETE]
-    for place, trial in enumerate(complete):
-        trial.system_attrs["NSGAIISampler:generation"] = place // population
+    for index, trial in enumerate(complete):
+        trial.system_attrs["NSGAIISampler:generation"] = index // population

@@ -1,4 +1,4 @@
-"""Training in a population (Jaderberg et al. 2017): the worst go on as varied copies of the best.
+"""Population-based training (Jaderberg et al. 2017): the worst continue as perturbed copies of the best.
 
 All members train as far as each other, then are compared; so a copy begins at its model's rung,
 from its model's checkpoint. A copy is a new trial, and the trial that it replaces stays held.
@@ -37,7 +37,7 @@ _FACTORS = (0.8, 1.2)
 _REDRAWN = 0.25
 """How often a field is drawn anew instead, as published."""
 _KEPT = ("train.optimizer.name", "train.epochs", "train.steps", "train.evaluate", "train.seed")
-"""Fields of ``train`` that a checkpoint cannot go on without; other sections' are all such."""
+"""Fields of ``train`` that must not change when a checkpoint continues; all fields of other sections are such."""
 
 
 class PopulationBasedTraining:
@@ -82,7 +82,7 @@ class PopulationBasedTraining:
         return self._train_on(members, snapshot.rungs)
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
-        """It rests at each comparison until the others have come as far."""
+        """Held at each comparison until the others have come as far."""
         trial = find_trial(number, snapshot)
         if trial.rung < trial.until or trial.rung >= snapshot.rungs:
             return Judgement(Verdict.GO_ON, until=trial.until)
@@ -155,5 +155,5 @@ def _neighbour(dimension: Dimension, value: ParamValue, *, up: bool) -> ParamVal
     if len(choices) < len(dimension.choices) or any(isinstance(c, bool) for c in choices):
         return value
     choices.sort()
-    place = choices.index(value) + (1 if up else -1) if value in choices else 0
-    return choices[min(max(place, 0), len(choices) - 1)]
+    index = choices.index(value) + (1 if up else -1) if value in choices else 0
+    return choices[min(max(index, 0), len(choices) - 1)]

@@ -1,8 +1,7 @@
-"""The stand as Optuna sees it: a storage that holds the trials it is given, for one question.
+"""A read-only Optuna storage over a snapshot of trials, for one query of a sampler.
 
-Optuna's own storages do not let a finished trial go on, as a held one does, and keep what samplers
-note beside the trials; here a question leaves nothing behind, so that the same stand gives the same
-answer.
+Optuna's own storages do not let a finished trial continue, as a held one does, and keep attributes that
+samplers write; here a query leaves nothing behind, so that the same snapshot gives the same answer.
 """
 # ruff: noqa: ARG002 - the signatures are Optuna's
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.study._frozen import FrozenStudy
 
-NAME = "stand"
-_BEGAN = datetime(2000, 1, 1)  # noqa: DTZ001 - Optuna's instants have no zone; nobody reads this one
+NAME = "snapshot"
+_BEGAN = datetime(2000, 1, 1)  # noqa: DTZ001 - Optuna's instants have no zone; never read
 
 
 def make_frozen(
-    place: int,
+    index: int,
     state: TrialState,
     params: dict[str, Any],
     distributions: dict[str, BaseDistribution],
@@ -36,8 +35,8 @@ def make_frozen(
 ) -> FrozenTrial:
     """A trial of Optuna's, as the storage keeps it."""
     return FrozenTrial(
-        number=place,
-        trial_id=place,
+        number=index,
+        trial_id=index,
         state=state,
         value=None,
         values=values,
@@ -52,7 +51,7 @@ def make_frozen(
 
 
 class ReadOnlyStorage(BaseStorage):
-    """Trials to look at; one more may be asked for."""
+    """Given trials; one more may be suggested."""
 
     def __init__(self, trials: list[FrozenTrial], *, objectives: int) -> None:
         """All objectives are to be small."""
@@ -107,7 +106,7 @@ class ReadOnlyStorage(BaseStorage):
         return self._directions
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """By its place."""
+        """By its index."""
         return self._trials[trial_id]
 
     def get_all_trials(
@@ -116,43 +115,43 @@ class ReadOnlyStorage(BaseStorage):
         deepcopy: bool = True,
         states: Container[TrialState] | None = None,
     ) -> list[FrozenTrial]:
-        """Those in one of the states; never copied, for nobody changes them."""
+        """Those in one of the states; never copied: they are not modified."""
         return [trial for trial in self._trials if states is None or trial.state in states]
 
     def get_all_studies(self) -> list[FrozenStudy]:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def create_new_study(
         self, directions: Sequence[StudyDirection], study_name: str | None = None
     ) -> int:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def delete_study(self, study_id: int) -> None:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
     ) -> bool:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def set_trial_intermediate_value(
         self, trial_id: int, step: int, intermediate_value: float
     ) -> None:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
     def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Not asked for."""
+        """Not supported."""
         _refuse()
 
 
 def _refuse() -> NoReturn:
-    raise NotImplementedError("the stand is only looked at")
+    raise NotImplementedError("the snapshot is read-only")

@@ -1,7 +1,7 @@
 """Which setting next: at random, spread evenly, or by an evolution.
 
-Each sampler answers from the stand alone, with random numbers that follow from the seed and the
-number of the trial: a study that was killed goes on as it would have.
+Each sampler answers from the snapshot alone, with random numbers that follow from the seed and the
+number of the trial: a killed study continues as it would have.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sampler(Protocol):
 
 
 def has_result(trial: Trial) -> bool:
-    """Whether it rests with a value: done, given up, or held."""
+    """Whether it has stopped with a value: done, pruned or held."""
     is_resting = trial.state.is_over or trial.state is TrialState.HELD
     return is_resting and trial.state is not TrialState.FAILED and bool(trial.points)
 
@@ -75,7 +75,7 @@ class SettingDraws:
         """Points of a sequence in which every setting of a small space has surely come."""
 
     def taken(self, trials: Iterable[Trial]) -> set[Any]:
-        """The settings that need not be tried again; where any number may stand, none comes twice."""
+        """Settings that need not be tried again; of a continuous space, none."""
         return {key_of(trial.params) for trial in trials} if self.is_finite else set()
 
     def accepts(self, params: Params, taken: set[Any]) -> bool:
@@ -180,12 +180,12 @@ class CmaEsSampler:
         self._draws = draws
         self._seed = seed
         self._past = tuple(past)
-        self._slots = [
-            place
-            for place, d in enumerate(draws.dimensions)
+        self._columns = [
+            column
+            for column, d in enumerate(draws.dimensions)
             if not d.choices and not d.when and d.low < d.high
         ]
-        if not self._slots:
+        if not self._columns:
             raise ValueError("cmaes needs a range that always exists")
 
     def suggest(self, snapshot: StudySnapshot) -> Params | None:
@@ -198,7 +198,7 @@ class CmaEsSampler:
         encoder = self._draws.encoder
         others = np.random.default_rng(seed).random((_ATTEMPTS, len(self._draws.dimensions)))
         for units in encoder.apply_prior(others):
-            units[self._slots] = evolution.ask()
+            units[self._columns] = evolution.ask()
             params = encoder.to_params(units)
             if self._draws.accepts(params, taken):
                 return params
@@ -206,7 +206,7 @@ class CmaEsSampler:
 
     def _evolve(self, trials: list[Trial], seed: int) -> Any:
         """The evolution after all that is known, in the order of numbers."""
-        rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._slots]
+        rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._columns]
         values = rank_values([result_of(trial)[0] for trial in trials])
         evolution = self._start(seed)
         at = 0
@@ -221,19 +221,19 @@ class CmaEsSampler:
     def _start(self, seed: int, population: int | None = None) -> Any:
         import cmaes  # noqa: PLC0415 - of this method alone
 
-        mean = np.full(len(self._slots), 0.5)
-        for place, at in enumerate(self._slots):
+        mean = np.full(len(self._columns), 0.5)
+        for column, at in enumerate(self._columns):
             dimension = self._draws.dimensions[at]
             if dimension.likely:
                 believed = dimension.likely[0]
                 middle: ParamValue = 10.0**believed if dimension.log else believed
-                mean[place] = self._draws.encoder.locate([{dimension.name: middle}])[0, at]
-        bounds = np.tile([0.0, 1.0], (len(self._slots), 1))
+                mean[column] = self._draws.encoder.locate([{dimension.name: middle}])[0, at]
+        bounds = np.tile([0.0, 1.0], (len(self._columns), 1))
         return cmaes.CMA(
             mean=np.clip(mean, 1e-6, 1 - 1e-6),
             sigma=1 / 6,
             bounds=bounds,
-            n_max_resampling=10 * len(self._slots),
+            n_max_resampling=10 * len(self._columns),
             population_size=population,
             seed=seed,
         )

@@ -1,6 +1,6 @@
-"""How far a trial is trained: to its end, or only while it is among the good ones.
+"""Early stopping: how far a trial is trained.
 
-Rules over the stand; each composes with any sampler.
+Rules over the snapshot; each composes with any sampler.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class Stopping(Protocol):
-    """A rule of early stopping."""
+    """An early-stopping rule."""
 
     def first_until(self, number: int, rungs: int) -> int:
         """How far the trial with this number may run at first."""
         ...
 
     def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
-        """What becomes of a running trial after its newest evaluation."""
+        """Decide on a running trial after its newest evaluation."""
         ...
 
     def promote(self, snapshot: StudySnapshot) -> Continue | None:
-        """A held trial that has earned to go on."""
+        """A held trial to promote."""
         ...
 
     def finish(self, snapshot: StudySnapshot) -> Continue | None:
@@ -47,17 +47,17 @@ class Stopping(Protocol):
 
 
 class SamplerWithStopping:
-    """A method from a way of finding settings and a rule of how far to train them."""
+    """A method composed of a sampler and an early-stopping rule."""
 
     def __init__(self, sampler: Sampler, stopping: Stopping) -> None:
-        """Both see the whole stand."""
+        """Both see the whole snapshot."""
         self._sampler = sampler
         self._stopping = stopping
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        """Let a good one go on, else begin another."""
+        """Promote a trial, else start another."""
         if snapshot.seconds_left is not None and snapshot.seconds_left <= 0:
-            return EndStudy("the time is over")
+            return EndStudy("the deadline has passed")
         if promoted := self._stopping.promote(snapshot):
             return promoted
         if snapshot.trials_left == 0:
@@ -85,7 +85,7 @@ class NoStopping:
         return rungs
 
     def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:  # noqa: ARG002
-        """It goes on."""
+        """Always continue."""
         return Judgement(Verdict.GO_ON, until=snapshot.rungs)
 
     def promote(self, snapshot: StudySnapshot) -> Continue | None:
@@ -99,7 +99,7 @@ class NoStopping:
 
 
 class MedianStopping(NoStopping):
-    """Given up where its best so far is worse than the others' median up to the same rung.
+    """Prune a trial whose best so far is worse than the others' median up to the same rung.
 
     The rule of Golovin et al. (2017, Vizier): the others count with the mean of their course.
     """
@@ -128,7 +128,7 @@ class MedianStopping(NoStopping):
 
 
 class PatienceStopping(NoStopping):
-    """Given up where so many evaluations brought nothing better."""
+    """Prune a trial after this many evaluations without improvement."""
 
     def __init__(self, *, patience: int = 5, min_delta: float = 0.0) -> None:
         """A change below ``min_delta`` is none."""
@@ -154,8 +154,8 @@ class SuccessiveHalving:
     """Asynchronous successive halving (ASHA, Li et al. 2020), in one bracket or Hyperband's.
 
     A trial is held at each of a few rungs, ``eta`` times as far each; the best one in ``eta`` of
-    those that came there goes on. At no time have more than that gone on (the published rule lets
-    those go on too that were overtaken later). Hyperband (Li et al. 2018) has several brackets
+    those that came there is promoted. Never more than that are promoted (the published rule also keeps
+    those that were overtaken later). Hyperband (Li et al. 2018) has several brackets
     that begin with rungs of their own: a trial's number says which is its.
     """
 
@@ -186,7 +186,7 @@ class SuccessiveHalving:
         return Judgement(Verdict.HOLD, reason=f"not yet among the best in {self._eta} at its rung")
 
     def promote(self, snapshot: StudySnapshot) -> Continue | None:
-        """The best held one of the highest rung where one more may go on."""
+        """The best held trial of the highest rung with room for a promotion."""
         for rivals in self._all_rivals(snapshot):
             milestones = self.milestones(rivals[0].number, snapshot.rungs)
             for rung, following in reversed(list(pairwise(milestones))):
@@ -248,7 +248,7 @@ class SuccessiveHalving:
     def _promotable(
         self, rivals: Sequence[Trial], rung: int, *, arriving: int | None = None
     ) -> list[int]:
-        """Those at the rung that may go on now, the best first."""
+        """Trials at the rung that may be promoted now, the best first."""
         came = [trial for trial in rivals if trial.rung >= rung]
         share = len(came) // self._eta
         room = share - sum(has_gone_beyond(trial, rung) for trial in came)
@@ -273,7 +273,7 @@ def find_trial(number: int, snapshot: StudySnapshot) -> Trial:
 
 
 def has_gone_beyond(trial: Trial, rung: int) -> bool:
-    """Whether it was let on from the rung."""
+    """Whether it was promoted from the rung."""
     return trial.rung > rung or trial.until > rung
 
 

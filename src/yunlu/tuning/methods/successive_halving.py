@@ -1,4 +1,4 @@
-"""The race between trials: at which rungs they are compared, and who may go on from there."""
+"""Milestones at which trials are compared, and promotion from there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_milestones(rungs: int, first: float, growth: float) -> list[int]:
-    """The rungs at which trials are compared: the longer one has run, the farther apart."""
+    """Rungs at which trials are compared, growing geometrically."""
     milestones = [max(round(first * rungs), 1)]
     while milestones[-1] < rungs:
         milestones.append(min(max(milestones[-1] + 1, round(milestones[-1] * growth)), rungs))
@@ -29,7 +29,7 @@ def next_milestone(milestones: list[int], rung: int) -> int:
 
 
 def rank(table: TrialTable, rows: Indices, milestones: list[int]) -> tuple[Indices, Indices]:
-    """How many were better at the last station that each has passed, and of how many."""
+    """Number of better trials at the last milestone that each has passed, and of how many."""
     at = np.searchsorted(milestones, table.rungs[rows], side="right") - 1
     columns = table.ladder[:, np.maximum(at, 0)]
     own = columns[rows, np.arange(len(rows))]
@@ -40,7 +40,7 @@ def rank(table: TrialTable, rows: Indices, milestones: list[int]) -> tuple[Indic
 
 
 def may_promote(table: TrialTable, rows: Indices, milestones: list[int], halving: float) -> Mask:
-    """Whether each is among those of its station that may go on to the next."""
+    """Whether each is among the trials of its milestone that may continue to the next."""
     better, of = rank(table, rows, milestones)
     known = np.array(milestones, dtype=np.float64)
     at = np.clip(np.searchsorted(milestones, table.rungs[rows], side="right") - 1, 0, None)

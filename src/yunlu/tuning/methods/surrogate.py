@@ -1,4 +1,4 @@
-"""A Gaussian process over settings and rungs: how every learning curve would go on.
+"""A Gaussian process over settings and rungs: predicts how every learning curve continues.
 
 A curve has a level and wanders from it over the logarithm of time (Ornstein-Uhlenbeck): what lies
 flat is expected to stay so, and the farther ahead, the less is known. Both vary smoothly with the
@@ -28,7 +28,7 @@ JITTER = 1e-6
 COMMON = 1.0
 """The variance of what all curves have in common."""
 
-# In the order of Traits.vector, after the lengths: means and deviations of the logarithms' priors.
+# In the order of KernelParams.vector, after the lengths: means and deviations of the logarithms' priors.
 _PRIORS = np.array(
     [
         [-0.5, 1.0],  # level, by setting
@@ -227,7 +227,7 @@ class Posterior:
 
 
 def ask(features: Array, times: Array, trials: Indices) -> CurveObservations:
-    """What is to be foretold; a trial that has not begun is -1."""
+    """Points to predict; a trial that has not started is -1."""
     nothing = np.zeros(len(times))
     return CurveObservations(features, times, trials, nothing, nothing)
 

@@ -1,6 +1,6 @@
-"""What a study's stand says, as arrays: the best value of every curve so far, its pace, its place.
+"""The trials of a study as arrays: best value of each curve, time per rung, encoded setting.
 
-Everything is worked out from the stand; what is kept between two calls only saves time.
+Everything follows from the snapshot; what is cached between two calls only saves time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RIDGE = 0.02
 
 
 class TrialTable:
-    """The trials of a study, a row each, in the order of the stand; kept up to date by ``look``."""
+    """The trials of a study, one row each, in the order of the snapshot; see ``update``."""
 
     def __init__(self, encoder: Encoder, *, seed: int) -> None:
         """Settings are encoded by ``encoder``."""
@@ -57,14 +57,14 @@ class TrialTable:
         }
 
     def update(self, trials: Sequence[Trial], milestones: list[int]) -> TrialTable:
-        """Take in what is new."""
+        """Apply new trials and evaluations."""
         if len(trials) < len(self._known) or milestones != self._milestones:
             self._forget(milestones)
         for row, known in enumerate(self._known):
             trial = trials[row]
             if trial is known:
                 continue
-            if not _continues(known, trial):  # another study's
+            if not _continues(known, trial):  # of another study
                 self._place(row, [trial])
             self._note(row, trial)
         if len(trials) > len(self._known):
@@ -93,7 +93,7 @@ class TrialTable:
 
     @property
     def lots(self) -> Array:
-        """A number in [0, 1) for each: chance that stays the same."""
+        """A fixed random number in [0, 1) for each."""
         return self._numbers["lots"][: self.count]
 
     @property
@@ -103,22 +103,22 @@ class TrialTable:
 
     @property
     def rung_times(self) -> Array:
-        """Seconds that a rung takes; not a number before the first."""
+        """Seconds per rung; NaN before the first."""
         return self._numbers["paces"][: self.count]
 
     @property
     def running(self) -> NDArray[np.bool_]:
-        """Which hold a place."""
+        """Which hold a slot."""
         return self._numbers["running"][: self.count]
 
     @property
     def held(self) -> NDArray[np.bool_]:
-        """Which can go on."""
+        """Which can continue."""
         return self._numbers["held"][: self.count]
 
     @property
     def failed(self) -> NDArray[np.bool_]:
-        """Which never told a value and will not."""
+        """Which failed without a value."""
         return self._numbers["failed"][: self.count]
 
     @property
@@ -133,7 +133,7 @@ class TrialTable:
 
     @property
     def ladder(self) -> Array:
-        """The best value of each at every station; infinite where it has not come so far."""
+        """The best value of each at every milestone; infinite where it has not come so far."""
         return self._numbers["ladder"][: self.count]
 
     def number(self, row: int) -> int:
@@ -141,7 +141,7 @@ class TrialTable:
         return self._known[row].number
 
     def newest(self, row: int) -> float:
-        """The last value that a trial told."""
+        """The newest value of a trial."""
         return self._known[row].points[-1].value
 
     def row(self, number: int) -> int:
@@ -170,7 +170,7 @@ class TrialTable:
             self._note(row, trial)
 
     def _place(self, first: int, trials: Sequence[Trial]) -> None:
-        """What does not change while a trial runs; its points are yet to be noted."""
+        """Fill columns that do not change while a trial runs."""
         rows = slice(first, first + len(trials))
         units = self._encoder.locate([trial.params for trial in trials])
         self._numbers["units"][rows] = units
@@ -221,10 +221,10 @@ def _mix(number: int, seed: int) -> int:
 
 
 class RungTimeModel:
-    """How long a rung takes, foretold from the setting: a ridge regression of logarithms."""
+    """Predicts the time per rung from the setting: a ridge regression of logarithms."""
 
     def __init__(self, table: TrialTable) -> None:
-        """Learn from those that have run."""
+        """Fit to trials that have run."""
         timed = np.flatnonzero(table.rung_times > 0)[-_TIMED:]
         columns = table.features.shape[1]
         self._mean, self._centre = 0.0, np.zeros(columns)

@@ -1,1 +1,1 @@
-"""Carrying a study out: trials start, are judged, share devices, go on, and end."""
+"""Runs a study: trials start, are judged, share devices, continue and end."""

@@ -1,4 +1,4 @@
-"""A run that begins from another one's checkpoint, with another setting: by files alone."""
+"""Starts a run from another run's checkpoint, with another setting."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.tuning.study_runner.trial_events import TrialEvents
 
-_MADE_ANEW = ("batch", "micro_batch", "padding", "precision", "compile", "recompute", "memory_gb")
-"""Fields of ``train`` on which so much of the plan depends that the worker makes another one."""
+_REPLAN_FIELDS = (
+    "batch",
+    "micro_batch",
+    "padding",
+    "precision",
+    "compile",
+    "recompute",
+    "memory_gb",
+)
+"""Fields of ``train`` whose change requires a new plan."""
 
 
 def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
-    """Let a run that was not started yet begin where another one was at a rung.
+    """Copy the checkpoint of a rung into a run that was not started yet.
 
-    False where that one's checkpoint is gone; the run then begins from nothing.
+    False where the checkpoint is gone; the run then starts from scratch.
     """
     events = read_trial_events(parent)
     step = events.step_of(rung)
@@ -42,7 +50,7 @@ def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
 
 
 def _link_tree(source: Path, target: Path) -> bool:
-    """The same files under another name; the parent may thin its checkpoints out meanwhile."""
+    """Hard links to the same files; the parent may delete its checkpoints meanwhile."""
     aside = target.with_name(f".part-{target.name}-clone")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -50,7 +58,7 @@ def _link_tree(source: Path, target: Path) -> bool:
     except (OSError, shutil.Error):
         shutil.rmtree(aside, ignore_errors=True)
         return False
-    if target.exists():  # made by a conductor that was killed just then
+    if target.exists():  # made by a runner that was killed just then
         shutil.rmtree(aside)
     else:
         aside.rename(target)
@@ -65,23 +73,23 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _adapt_plan(parent: RunStore, child: RunStore, events: TrialEvents) -> Plan | None:
-    """The parent's plan for the child's job; None where the worker had better make its own.
+    """The parent's plan adapted to the child's job; None where the worker should plan anew.
 
-    What was measured stays as it was: the child then computes each step exactly as the parent would.
+    Measurements are kept: the child then computes each step exactly as the parent would.
     """
     plan = read_plan(parent)
     if plan is None:
         return None
     before, after = (read_job(run) for run in (parent, child))
     old, new = before.train, after.train
-    is_other = any(getattr(old, name) != getattr(new, name) for name in _MADE_ANEW)
+    is_other = any(getattr(old, name) != getattr(new, name) for name in _REPLAN_FIELDS)
     if is_other or before.model != after.model or before.data != after.data:
         return None
-    course = find_length(after, samples=events.train_samples, batch=plan.batch)
+    length = find_length(after, samples=events.train_samples, batch=plan.batch)
     updates: dict[str, float] = {
-        "steps": course.steps,
-        "warmup_steps": course.warmup_steps,
-        "epochs": course.steps / plan.steps_per_epoch,
+        "steps": length.steps,
+        "warmup_steps": length.warmup_steps,
+        "epochs": length.steps / plan.steps_per_epoch,
     }
     is_same_length = (old.epochs, old.steps) == (new.epochs, new.steps)
     if is_same_length:

@@ -1,14 +1,14 @@
-"""Who of a study's trials gets how many devices. Pure.
+"""Shares of devices among the trials of a study. Pure.
 
 Two ways of searching want two things. Where the method waits until all trials of a rung have arrived
 (successive halving, Hyperband), the last one counts: ``share_devices`` makes the longest of the times that are
 left as short as it can. Where it waits for nobody, the best result counts: ``share_devices`` makes the sum of
 ``promise x time left`` as small as it can, the expected time to the best one; with shares that last,
 these are near those known to be best for jobs that profit less and less from more devices (heSRPT:
-Berg, Vesilo and Harchol-Balter, Performance 2020). While more trials wait than there are places, each has
+Berg, Vesilo and Harchol-Balter, Performance 2020). While more trials wait than there are devices, each has
 the fewest devices it can use, in both: then all devices are busy, and none of their time is wasted.
 
-A trial that is resized stands still meanwhile. That pause is part of its time left with any other
+A trial pauses while it is resized. That pause is part of its time left with any other
 number of devices than it has, so nobody is resized for less than it costs.
 """
 
@@ -47,13 +47,13 @@ Aim = Literal["rung", "best"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClaim:
-    """A trial that runs, or is to begin or go on, as the sharing sees it."""
+    """A trial that runs, or waits to start or continue."""
 
     number: int
     work_s: float
     """Seconds that one device would need up to the rung it may run to."""
     held: int = 0
-    """Devices it holds; 0 while it waits to begin or go on."""
+    """Devices it holds; 0 while it waits."""
     beyond_s: float = 0.0
     """Seconds of one device from that rung to the whole training's end, times the chance of it."""
     promise: float = 0.5
@@ -65,9 +65,9 @@ class DeviceClaim:
     power: float = USUAL_POWER
     """Speed on k devices is k to this power."""
     resize_s: float = 1.0
-    """How long it stands still when its number of devices changes."""
+    """Pause when its number of devices changes."""
     start_s: float = 0.0
-    """How long it takes to begin or go on."""
+    """Start-up time."""
     is_pinned: bool = False
     """Just starting, changing or leaving: keeps exactly what it holds."""
 
@@ -102,7 +102,7 @@ def share_devices(
 
     Args:
         devices: All there are.
-        claims: Who wants some. One that runs is never sent away; one that waits may get 0.
+        claims: Running trials keep at least their minimum; waiting ones may get 0.
         aim: ``rung`` where the method waits for all that run, ``best`` where it does not.
     """
     _check(claims)
@@ -110,7 +110,9 @@ def share_devices(
     movable = [claim for claim in claims if not claim.is_pinned]
     free = max(0, devices - sum(shares.values()))
     running = [claim for claim in movable if claim.held]
-    if sum(claim.smallest() for claim in running) > free:  # devices were lost: who goes is not ours
+    if (
+        sum(claim.smallest() for claim in running) > free
+    ):  # devices were lost: evictions are decided elsewhere
         return {**shares, **{claim.number: claim.held for claim in movable}}
     waiting = sorted(
         (claim for claim in movable if not claim.held), key=lambda c: (-c.promise, c.number)
@@ -137,7 +139,7 @@ def find_promises(trials: Sequence[Trial]) -> dict[int, float]:
             continue
         own, values = trial.points[-1].value, by_rung[trial.rung]
         beaten = sum(1.0 if own < other else 0.5 if own == other else 0.0 for other in values)
-        # The trial itself is among them, as half a win: the only one there stands at 0.5.
+        # The trial itself is among them, as half a win: a single one gets 0.5.
         promises[trial.number] = beaten / len(values)
     return promises
 
@@ -163,7 +165,7 @@ def _check(claims: Sequence[DeviceClaim]) -> None:
 def _fit(
     free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]
 ) -> tuple[list[DeviceClaim], list[DeviceClaim]]:
-    """Who can be hosted at once if everybody is content with the least, and who cannot."""
+    """Claims that fit at their minimum, and those that do not."""
     hosted, queued = [*running], list[DeviceClaim]()
     left = free - sum(claim.smallest() for claim in running)
     for claim in waiting:
@@ -176,9 +178,9 @@ def _fit(
 def _crowd(
     free: int, running: Sequence[DeviceClaim], waiting: Sequence[DeviceClaim]
 ) -> dict[int, int]:
-    """More trials than places: every device is busy anyhow, so small is best.
+    """More trials than devices: every device is busy anyhow, so minimum sizes are best.
 
-    Who is large shrinks only where being large wastes more device-seconds than a resize does.
+    A large trial shrinks only where its size wastes more device-seconds than a resize.
     """
     shares: dict[int, int] = {}
     for claim in running:
@@ -195,7 +197,7 @@ def _crowd(
 
 
 def _solve(free: int, claims: Sequence[DeviceClaim], aim: Aim) -> dict[int, int]:
-    """The best sizes; nobody shrinks for another's growth unless much is gained by it."""
+    """The best sizes; a trial shrinks for another's growth only for a large gain."""
     solve = _favour if aim == "best" else _level
     found = solve(free, claims)
     shrinks = any(found[claim.number] < claim.held for claim in claims)
@@ -214,7 +216,7 @@ def _cost(claims: Sequence[DeviceClaim], shares: Mapping[int, int], aim: Aim) ->
 
 
 def _level(free: int, claims: Sequence[DeviceClaim]) -> dict[int, int]:
-    """Sizes at which the last of them arrives soonest; exact, with the pauses."""
+    """Sizes that minimize the latest arrival; exact, pauses included."""
     if not claims:
         return {}
     spans = {c.number: {k: c.span_s(k) for k in c.sizes(free)} for c in claims}
@@ -238,7 +240,7 @@ def _use_rest(
     shares: dict[int, int],
     spans: Mapping[int, Mapping[int, float]],
 ) -> dict[int, int]:
-    """Whoever arrives last cannot be helped any more: what is left keeps others from shrinking or lets them grow."""
+    """The latest arrival cannot improve: leftover devices avoid shrinking or let others grow."""
     for claim in sorted(claims, key=lambda c: -c.held):
         more = claim.held - shares[claim.number]
         if claim.held in spans[claim.number] and 0 < more <= left:
@@ -265,7 +267,7 @@ def _next_size(claim: DeviceClaim, size: int, left: int, spans: Mapping[int, flo
 
 
 def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[int, int]) -> bool:
-    """Whether it is better to change nothing until the next one arrives: then all can be shared anew."""
+    """Whether waiting for the next arrival, and sharing again then, is faster."""
     running = [claim for claim in claims if claim.held]
     if not running or all(found.get(c.number, c.held) == c.held for c in claims):
         return False

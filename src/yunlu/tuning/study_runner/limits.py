@@ -1,4 +1,4 @@
-"""How long a study may go on: by the clock, by money, or until somebody asks it to stop."""
+"""Limits of a study: deadline, budget, stop request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StudyLimits:
-    """What is left of time and money."""
+    """Remaining time and budget."""
 
     def __init__(
         self,
@@ -27,26 +27,26 @@ class StudyLimits:
         *,
         clock_at: float,
     ) -> None:
-        """``clock_at`` is when the time began that the deadline counts."""
+        """``clock_at`` is the start of the deadline."""
         self._records, self._allocation, self._watched_trials = records, allocation, watched_trials
         self._clock_at = clock_at
 
     def seconds_left(self) -> float | None:
-        """Of time, or of what the money buys, whichever ends first; None: no end."""
+        """Until the deadline or the end of the budget, whichever comes first; None: no limit."""
         ends = [left for left in (self._time_left(), self._money_left()) if left is not None]
         return max(min(ends), 0.0) if ends else None
 
     def pays_for_start(self) -> bool:
-        """Whether there is money for one more trial to get to its first step."""
+        """Whether the budget pays for the start-up of one more trial."""
         left, starts = self._money_left(), len(self._allocation.queue) + 1
         return left is None or left >= self._allocation.wall_s_of(starts * self._allocation.start_s)
 
     def find_end(self, is_asked_to_stop: Callable[[], bool]) -> tuple[StudyState, str] | None:
-        """How the study ends now, and why; None while it may go on."""
+        """State and reason with which the study ends now; None while it continues."""
         if is_asked_to_stop() or self._records.dir.stop.exists():
             return "stopped", "asked to stop"
         for left, reason in (
-            (self._time_left(), "the time is over"),
+            (self._time_left(), "the deadline has passed"),
             (self._money_left(), "the budget is spent"),
         ):
             if left is not None and left <= 0:
@@ -58,7 +58,7 @@ class StudyLimits:
         return None if deadline is None else self._clock_at + deadline - time.time()
 
     def _money_left(self) -> float | None:
-        """In seconds of all devices."""
+        """In wall seconds of all devices."""
         dollars = self._records.request.dollars
         if dollars is None:
             return None
@@ -73,5 +73,5 @@ class StudyLimits:
         spent_s = watched.events.device_seconds(now)
         if watched.events.state not in {RunState.PENDING, RunState.PLANNING}:
             return spent_s
-        # A worker hears that it is to stop when it has started: until then that is as good as spent.
+        # A worker reads a stop request only once it has started: its start-up counts as spent.
         return max(spent_s, facts.device_seconds + self._allocation.start_s)

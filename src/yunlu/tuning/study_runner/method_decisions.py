@@ -1,4 +1,4 @@
-"""What the method is told, and its answers in the words of the conductor. Nothing is done here."""
+"""Questions to the search method and its answers as the runner applies them. No side effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MethodDecisions:
-    """Asks the method of a study."""
+    """Queries the search method of a study."""
 
     def __init__(
         self, records: Records, method: Method, allocation: SlotAllocation, limits: StudyLimits
@@ -24,11 +24,11 @@ class MethodDecisions:
         self._allocation, self._limits = allocation, limits
 
     def choose(self) -> Action:
-        """What to do with a free place."""
+        """Next action for a free slot."""
         return self._method.choose(self._snapshot())
 
     def judge(self, number: int) -> Judgement:
-        """What becomes of a trial after its newest evaluation; one that goes on has room to."""
+        """Verdict on a trial after its newest evaluation; ``until`` lies beyond where it continues."""
         trial, snapshot = self._records.trial(number), self._snapshot()
         judgement = self._method.judge(number, snapshot)
         until = max(trial.until, judgement.until)
@@ -36,7 +36,7 @@ class MethodDecisions:
         if verdict is Verdict.GO_ON and until <= trial.rung:
             verdict = Verdict.HOLD
         if verdict is Verdict.HOLD and trial.rung >= trial.until:
-            # It waits at the gate: it need not leave where it would be taken up again at once.
+            # It waits for the verdict: no need to leave where it would be resumed at once.
             move = self._method.choose(_as_held(snapshot, number))
             if isinstance(move, Continue) and move.number == number and move.until > trial.rung:
                 verdict, until = Verdict.GO_ON, move.until

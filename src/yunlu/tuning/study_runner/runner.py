@@ -1,8 +1,8 @@
-"""The conductor of a study: reads what the runs of the trials tell, asks the method, and sees to it.
+"""Runs the trials of a study: reads their events, asks the search method, applies its decisions.
 
-Each beat loads (what happened), decides (the method, which is pure) and applies (runs start, go on, are
-held or given up). A trial is recorded before its run starts, and what becomes of a run is read from its
-own events: a conductor that is killed at any moment is followed by one that goes on where it was.
+Each tick loads (new events), decides (the method, which is pure) and applies (runs start, continue, are
+held or pruned). A trial is recorded before its run starts, and the state of a run is read from its own
+events: after a kill at any moment, the next runner continues where this one was.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.03
 _ALIVE_S = 1.0
-"""How often it is asked whether the workers are still there."""
+"""Interval of the check whether workers are alive."""
 _SHOW_S = 0.2
 _LEAVE_S = 120.0
-"""How long held trials may take to save when the study ends."""
+"""Time limit for held trials to save when the study ends."""
 _REPEATS = 100
-"""Settings in a row that were all tried before: nothing is left to find."""
+"""Repeated settings in a row after which the space counts as exhausted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +79,24 @@ def run_to_end(
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     elastic: Elastic = "auto",
 ) -> StudyOutcome:
-    """Conduct a study until its end; refuses where somebody else does.
+    """Run a study until its end; refuse where another process runs it.
 
     Args:
         records: The study.
         method: How it searches.
-        places: Where its trials run.
-        on_change: Shown the study a few times a second while things happen.
-        is_asked_to_stop: Looked at in every beat: trials are held, and the study can go on later.
-        elastic: Whether trials may get more devices, and give them up again, while they run; ``auto``
-            where they are long enough.
+        slots: Where its trials run.
+        on_change: Receives the study a few times a second.
+        is_asked_to_stop: Checked in every tick: trials are held, and the study can continue later.
+        elastic: Whether the number of devices of a trial may change while it runs; ``auto``: where
+            trials are long enough.
     """
     with records.dir.locked_by_runner():
-        conductor = StudyRunner(records, method, slots, elastic=elastic, on_change=on_change)
-        return conductor.run(is_asked_to_stop)
+        runner = StudyRunner(records, method, slots, elastic=elastic, on_change=on_change)
+        return runner.run(is_asked_to_stop)
 
 
 class StudyRunner:
-    """One life of the conductor of a study."""
+    """One attempt at running a study."""
 
     def __init__(
         self,
@@ -116,22 +116,22 @@ class StudyRunner:
             records, self._allocation, slots, self._starter, self._watched
         )
         self._has_news = True
-        """Whether anything happened since the method last had nothing to do."""
+        """Whether anything happened since the method last chose to wait."""
         self._shown_at = 0.0
         self._repeats = 0
         self._end: tuple[StudyState, str] | None = None
         self._is_exhausted = ""
-        """Why nothing more begins."""
+        """Why no more trials start."""
         self._status: StudyStatus = records.dir.read_status()
         self._limits = StudyLimits(
             records, self._allocation, self._watched, clock_at=self._find_clock()
         )
         self._decider = MethodDecisions(records, method, self._allocation, self._limits)
 
-    # The whole.
+    # Main loop.
 
     def run(self, is_asked_to_stop: Callable[[], bool]) -> StudyOutcome:
-        """Beat until the study is over."""
+        """Tick until the study is over."""
         clock_at = self._find_clock()
         began_at = self._status.began_at or clock_at
         idle_s = self._status.idle_until(time.time())
@@ -144,18 +144,18 @@ class StudyRunner:
             state, reason = self._end
             self._hold_all(reason)
         except BaseException as error:
-            words = error.message if isinstance(error, StudyError) else f"{error!r}"
+            reason = error.message if isinstance(error, StudyError) else f"{error!r}"
             if isinstance(error, StudyError):
                 self._stop_all()
             is_own = isinstance(error, (StudyError, Exception))
-            self._note("failed" if is_own else "stopped", words, ended_at=time.time())
+            self._note("failed" if is_own else "stopped", reason, ended_at=time.time())
             raise
         self._note(state, reason, ended_at=time.time())
         self._show(always=True)
         return StudyOutcome(state=state, reason=reason, view=self._records.view())
 
     def _find_clock(self) -> float:
-        """Since when the deadline counts: one who was killed goes on, one who had ended begins anew."""
+        """Start of the deadline: kept after a kill, new after a regular end."""
         status = self._status
         is_cut_off = status.clock_at is not None and status.ended_at is None
         return status.clock_at or time.time() if is_cut_off else time.time()
@@ -186,10 +186,10 @@ class StudyRunner:
         self._shown_at = time.time()
         self._on_change(self._records.view())
 
-    # Loading: what the runs tell.
+    # Load: events of the runs.
 
     def _recover(self) -> None:
-        """Take over what an earlier conductor left: running, held, or recorded and never begun."""
+        """Recover the trials of an earlier runner: running, held, or recorded but never started."""
         for facts in self._records.facts():
             trial = facts.trial
             if trial.state.is_over:
@@ -217,7 +217,7 @@ class StudyRunner:
             self._receive(watched)
             now = self._records.trial(trial.number)
             if trial.number in self._watched and 0 < now.rung == before < self._total(watched):
-                self._judge(watched)  # it may have been killed before it had said so
+                self._judge(watched)  # the runner may have been killed before it decided
 
     def _watch(self, number: int, run: RunStore) -> WatchedTrial:
         watched = self._watched.get(number)
@@ -233,27 +233,27 @@ class StudyRunner:
         return watched
 
     def _receive(self, watched: WatchedTrial) -> None:
-        """Take in what a run has told since; a look at the size of a file where that is nothing."""
+        """Apply new events of a run; where there are none, this only compares the size of the log."""
         now = time.monotonic()
         if now - watched.checked_at > _ALIVE_S:
             watched.checked_at = now
             watched.record = detect_lost(watched.run, watched.record)
         size = log_end(watched.run, Log.EVENTS)
         if not size:
-            self._completion.forget(watched)
+            self._completion.unwatch(watched)
             self._records.end(watched.number, TrialState.FAILED, error="its run was removed")
             return
         if size <= watched.events.offset:
             return
         for event, offset in watched.run.read_events(offset=watched.events.offset):
-            found = watched.events.take(event)
+            found = watched.events.apply_event(event)
             watched.events.offset = offset
             if found is not None:
                 self._take_evaluation(watched, found)
         self._check_plan(watched)
         if not watched.events.state.is_active:
             self._has_news = True
-            self._completion.take(watched, is_ending=self._end is not None)
+            self._completion.complete(watched, is_ending=self._end is not None)
 
     def _check_plan(self, watched: WatchedTrial) -> None:
         check_metrics_reported(self._records.request, watched.events)
@@ -266,7 +266,7 @@ class StudyRunner:
     def _take_evaluation(self, watched: WatchedTrial, found: RungScore) -> None:
         trial = self._records.trial(watched.number)
         if found.rung <= trial.rung or trial.state.is_over:
-            return  # made again after a crash: the same
+            return  # repeated after a crash: the same value
         spent_s = found.device_seconds
         dollars = self._allocation.dollars(spent_s)
         values = find_values(self._records.request, watched.events, found, dollars=dollars)
@@ -282,7 +282,7 @@ class StudyRunner:
         if found.rung < self._total(watched) and not watched.verdict_sent and self._end is None:
             self._judge(watched)
 
-    # Deciding.
+    # Decide.
 
     def _judge(self, watched: WatchedTrial) -> None:
         judgement = self._decider.judge(watched.number)
@@ -296,19 +296,20 @@ class StudyRunner:
         kind = watched.verdict_sent = "prune" if judgement.verdict is Verdict.PRUNE else "hold"
         self._slots.release(watched.run, for_good=kind == "prune")
         write_verdict(watched.run, {kind: judgement.reason})
-        if (
-            self._allocation.ignores_verdicts
-        ):  # workers that do not wait for each other know no gate
+        if self._allocation.ignores_verdicts:  # asynchronous workers do not read verdicts
             self._slots.stop(watched.run, now=kind == "prune")
 
     def _start_more(self) -> None:
-        """Ask the method what to do with the places that are free, until it has nothing more."""
+        """Ask the method for actions until no slot is free or it waits."""
         while self._has_news and self._end is None:
             if len(self._watched) + len(self._allocation.queue) >= self._allocation.workers:
                 return
             if not self._limits.pays_for_start():
                 if not self._watched and not self._allocation.queue:
-                    self._end = ("finished", "what is left of the budget does not pay for a start")
+                    self._end = (
+                        "finished",
+                        "the rest of the budget does not pay for another start",
+                    )
                 return
             move = self._decider.choose()
             match move:
@@ -323,15 +324,15 @@ class StudyRunner:
                     self._is_exhausted, self._has_news = reason, False
 
     def _begin(self, move: StartTrial) -> bool:
-        """Begin a trial; false where no more may."""
+        """Start a trial; false where no more may start."""
         request = self._records.request
         if request.trials is not None and len(self._records.facts()) >= request.trials:
-            self._is_exhausted = f"{request.trials} trials were asked for"
+            self._is_exhausted = f"{request.trials} trials were requested"
             return False
-        if self._starter.repeats(move):
+        if self._starter.record_duplicate(move):
             self._repeats += 1
             if self._repeats >= _REPEATS:
-                self._is_exhausted = "every setting it finds was tried before"
+                self._is_exhausted = "every suggested setting was tried before"
             return self._repeats < _REPEATS
         self._repeats = 0
         number = self._starter.begin(move)
@@ -342,7 +343,7 @@ class StudyRunner:
         trial = self._records.trial(number)
         if trial.state.is_over or until <= trial.rung:
             raise StudyError(
-                f"trial {number} is {trial.state} at rung {trial.rung}: it cannot go on to {until}"
+                f"trial {number} is {trial.state} at rung {trial.rung}: it cannot continue to {until}"
             )
         if trial.state is TrialState.HELD:
             run = find_run(self._records.facts()[number].run or "")
@@ -357,12 +358,12 @@ class StudyRunner:
             if watched is not None and not watched.verdict_sent:
                 write_verdict(watched.run, {"until": until})
 
-    # The end.
+    # End.
 
     def _hold_all(self, reason: str) -> None:
-        """Hold what runs, and wait until it has saved."""
+        """Hold running trials, and wait until they have saved."""
         for number in self._allocation.clear():
-            self._records.change_trial(number, state=TrialState.HELD, reason="not begun")
+            self._records.change_trial(number, state=TrialState.HELD, reason="not started")
         for watched in self._watched.values():
             if watched.verdict_sent:
                 continue
@@ -385,7 +386,7 @@ class StudyRunner:
         """End what still runs, at once."""
         for watched in [*self._watched.values()]:
             self._slots.stop(watched.run, now=True)
-            self._completion.forget(watched)
+            self._completion.unwatch(watched)
             self._records.change_trial(
                 watched.number, state=TrialState.HELD, reason="ended at once"
             )

@@ -1,7 +1,7 @@
-"""How much of their training two jobs have in common: what one has trained, the other need not. Pure.
+"""Shared training prefix of two jobs: steps that one need not repeat. Pure.
 
-Two jobs that differ only in what acts late (how long they train, how the rate falls) make the same steps
-as long as their learning rates are the same: with ``wsd`` that is most of the run.
+Two jobs that differ only in fields that act late (length, decay of the learning rate) make the same
+steps as long as their learning rates agree: with ``wsd`` that is most of the run.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Dimension
 
 _LATE = ("train.schedule", "train.epochs", "train.steps")
-"""Fields that change nothing in the first steps, and all below them; the warm-up does."""
-_LOOKS = 20_000
-"""At most so many steps are compared: of longer runs, evenly spread ones."""
+"""Fields (and all below them) that do not affect the first steps; the warm-up does."""
+_MOST_COMPARED = 20_000
+"""Most steps that are compared; of longer runs, evenly spaced ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLength:
-    """How long a job trains, and with how much warm-up."""
+    """Length of a training and of its warm-up."""
 
     steps: int
     warmup_steps: int
 
 
 def can_share_prefix(dimensions: Sequence[Dimension]) -> bool:
-    """Whether trials of this space can have steps in common: some field acts late, others may agree."""
+    """Whether trials of this space can share a prefix: some field acts late, the others can agree."""
     late = [dimension for dimension in dimensions if _is_late(dimension.name)]
     others = [dimension for dimension in dimensions if not _is_late(dimension.name)]
     return bool(late) and all(_may_agree(dimension) for dimension in others)
 
 
 def shared_rung(one: Job, other: Job, events: TrialEvents) -> int:
-    """The last evaluation of the run of ``one`` from whose checkpoint ``other`` can go on; 0: none."""
+    """Last rung of the run of ``one`` from whose checkpoint ``other`` can continue; 0: none."""
     every = events.plan.evaluate_every if events.plan else 0
     if events.plan is None or not every or not events.train_samples:
         return 0
@@ -53,29 +53,29 @@ def shared_rung(one: Job, other: Job, events: TrialEvents) -> int:
     rungs = [
         rung
         for rung, found in events.evaluated.items()
-        # One that was made because the run ended there is none of the other job.
+        # An evaluation at the end of the run need not exist in the other job.
         if found.step <= steps and found.step % every == 0 and found.step in events.checkpoints
     ]
     return max(rungs, default=0)
 
 
 def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
-    """How many of the first steps two jobs make alike; ``plan`` is the one of the first."""
+    """Number of first steps that two jobs share; ``plan`` belongs to the first."""
     if _early(one) != _early(other):
         return 0
     batch = plan.batch
-    courses = [find_length(job, samples=samples, batch=batch) for job in (one, other)]
-    least = min(course.steps for course in courses)
+    lengths = [find_length(job, samples=samples, batch=batch) for job in (one, other)]
+    least = min(length.steps for length in lengths)
     specs = one.train.schedule, other.train.schedule
     if "plateau" in {spec.name for spec in specs} and specs[0] != specs[1]:
         return 0
-    stride = -(-least // _LOOKS)
+    stride = -(-least // _MOST_COMPARED)
     slots = range(0, least, stride)
 
     def is_alike(step: int) -> bool:
         first, second = (
-            rate(spec, step, steps=course.steps, warmup_steps=course.warmup_steps)
-            for spec, course in zip(specs, courses, strict=True)
+            rate(spec, step, steps=length.steps, warmup_steps=length.warmup_steps)
+            for spec, length in zip(specs, lengths, strict=True)
         )
         return first == second
 
@@ -86,7 +86,7 @@ def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
 
 
 def find_length(job: Job, *, samples: int, batch: int) -> TrainingLength:
-    """The steps of a job, and those of them that warm up."""
+    """Steps and warm-up steps of a job."""
     steps = count_steps(job, samples=samples, batch=batch)
     warmup, optimizer = job.train.schedule.warmup, job.train.optimizer
     if warmup == "auto":
@@ -113,7 +113,7 @@ def _may_agree(dimension: Dimension) -> bool:
 
 
 def _early(job: Job) -> Job:
-    """The job without what acts late, and without what changes nothing that is trained."""
+    """The job without fields that act late or do not affect training."""
     empty = TrainSpec()
     train = job.train.model_copy(
         update={
@@ -126,5 +126,5 @@ def _early(job: Job) -> Job:
     )
     plain: dict[str, Any] = {"name": None, "trackers": [], "train": train, "search": None}
     if job.train.grow_batch is not None or job.train.adapt_batch is not None:
-        plain["name"] = job.name or "its batch changes on its way"
+        plain["name"] = job.name or "its batch changes during training"
     return job.model_copy(update=plain)

@@ -1,4 +1,4 @@
-"""Devices for the trials of a study: who waits for them, who holds how many, and what they cost."""
+"""Allocates slots to trials: queue, devices of each trial, cost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Elastic = bool | Literal["auto"]
 
 _SHARE_S = 0.5
 _TRY_S = 10.0
-"""How long a start that is refused is tried again."""
+"""Time limit for retries of a refused start."""
 _WORTH = 20.0
-"""A trial may grow where it takes so many times as long as it takes to start."""
+"""A trial may grow if it takes this many times as long as its start-up."""
 
 
 class SlotAllocation:
-    """Gives trials devices, and asks for them back."""
+    """Assigns devices to trials, and takes them back."""
 
     def __init__(
         self, records: Records, method: Method, slots: Slots, *, elastic: Elastic = "auto"
@@ -65,43 +65,43 @@ class SlotAllocation:
         price = request.dollars_per_hour
         self._device_price = None if price is None else price / slots.devices / 3600
         self.start_s = (usual_start_s() or 0.0) * self._least
-        """Of one device, until a trial makes its first step; 0 where no earlier run tells."""
+        """Device-seconds of a trial's start-up; 0 where no earlier run was measured."""
 
-    # Money.
+    # Cost.
 
     def dollars(self, device_seconds: float) -> float | None:
-        """What so many seconds of one device cost; None where no price is known."""
+        """Cost of device-seconds; None where no price is known."""
         return None if self._device_price is None else device_seconds * self._device_price
 
     def seconds_for(self, dollars: float) -> float:
-        """How long all devices can be had for so much."""
+        """Wall seconds of all devices that this amount pays for."""
         return self.wall_s_of(dollars / (self._device_price or inf))
 
     def wall_s_of(self, device_seconds: float) -> float:
-        """How long all devices together take for what one does in so many seconds."""
+        """Wall seconds in which all devices together spend these device-seconds."""
         return device_seconds / self._slots.devices
 
-    # Waiting for devices.
+    # Queue.
 
     def enqueue(self, number: int, run: RunStore) -> None:
-        """A trial is to begin, or to go on, as soon as there are devices for it."""
+        """Queue a trial to start or continue as soon as devices are free."""
         self.queue[number] = run
         self._rebalanced_at = -inf
 
     def leave(self, run: RunStore) -> None:
-        """A run is over, but for its last processes."""
+        """A run has ended; its processes may still be exiting."""
         if self._given.pop(run.id, None) is not None:
             self._leaving.append(run)
         self._rebalanced_at = -inf
 
     def clear(self) -> list[int]:
-        """Nobody waits any more; who did."""
+        """Empty the queue; return the trials that were in it."""
         waited = [*self.queue]
         self.queue.clear()
         return waited
 
     def start_queued(self, watched_trials: Sequence[WatchedTrial]) -> list[tuple[int, RunStore]]:
-        """Start those for whom there are devices now."""
+        """Start queued trials for which devices are free."""
         if not self.queue:
             return []
         started: list[tuple[int, RunStore]] = []
@@ -109,19 +109,19 @@ class SlotAllocation:
         for number, run in [*self.queue.items()]:
             devices = self._find_size(number)
             if devices > free and self._leaving:
-                break  # a moment later it can have what it is meant to
+                break  # a moment later its full share is free
             devices = devices if devices <= free else self._least
             if devices > free:
-                break  # in their order: who needs more is not passed by
+                break  # in order: larger trials are not overtaken
             if self._slots.held(run) or not self._start(number, run, devices):
-                continue  # what is left of its life before is just leaving
+                continue  # processes of its last attempt are still exiting
             free -= devices
             del self.queue[number]
             started.append((number, run))
         return started
 
     def _find_size(self, number: int) -> int:
-        """As it was shared out; several workers start for longer than one, which a short way does not repay."""
+        """Its share; one worker where the rest is shorter than the start-up of several."""
         trial, share = self._records.trial(number), self._shares.get(number, 0)
         left_s = self._speeds.rung_s(number) * (trial.until - trial.rung)
         is_short = self._is_measured() and left_s < self._speeds.start_s
@@ -154,10 +154,10 @@ class SlotAllocation:
             max(self._slots.held(run), self._given.get(run.id, 0)) for run in here.values()
         ) + sum(self._slots.held(run) for run in self._leaving)
 
-    # Sharing them out.
+    # Shares.
 
     def rebalance(self, watched_trials: Sequence[WatchedTrial]) -> None:
-        """Give the devices that are free to those who make most of them."""
+        """Resize trials to the shares that minimize the time to the goal."""
         now = time.monotonic()
         if now - self._rebalanced_at < _SHARE_S or not self._is_elastic():
             return
@@ -179,12 +179,12 @@ class SlotAllocation:
             for claim, watched in zip(claims, running, strict=False)
             if self._shares[claim.number] != claim.held and not claim.is_pinned
         ]
-        for more, watched in sorted(changes, key=lambda change: change[0]):  # who shrinks is first
+        for more, watched in sorted(changes, key=lambda change: change[0]):  # shrink first
             devices = self._shares[watched.number]
             if more <= free and self._slots.resize(
                 watched.run, devices, promise=promises[watched.number]
             ):
-                free -= max(more, 0)  # what shrinks is free when it has shrunk
+                free -= max(more, 0)  # freed devices count once they are released
                 self._given[watched.run.id] = devices
                 self._records.change_trial(watched.number, devices=devices)
 
@@ -206,7 +206,7 @@ class SlotAllocation:
         return bool(self._elastic) and not self._is_fixed and self._slots.devices > self._least
 
     def _may_grow(self, number: int) -> bool:
-        """Whether it starts as a crew that others can join, which takes longer than one worker alone."""
+        """Whether it starts as a group that workers can join, which takes longer than a single worker."""
         if not self._is_elastic():
             return False
         if self._elastic is True:

@@ -1,10 +1,9 @@
-"""Where the trials of a study run: shares of this machine, or the pool that all its runs share.
+"""Slots for trials: shares of this machine, or the pool that all runs share.
 
-A trial that is to grow while it trains starts under a supervisor, even on one device: only so can
-others join it. Any other starts as a single worker, the lightest start there is: about three quarters of
-the processor time. Where such a one is to grow all the same, it is stopped, which saves it, and whoever
-conducts the study goes on with it on more devices, as it does with any trial that was stopped. So it is
-with GPUs, too: a process keeps those it was started with.
+A trial that may grow while it trains starts under a supervisor, even on one device: only then can
+others join it. Any other starts as a single worker, the cheapest start: about three quarters of the CPU
+time. Where such a trial is to grow all the same, it is stopped, which saves it, and the runner resumes it
+on more devices, like any stopped trial. The same holds for GPUs: a process keeps those it started with.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Slots(Protocol):
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
-        """Start a trial, or go on with one that rests.
+        """Start a trial, or resume one that has stopped.
 
         Args:
             run: Its run.
@@ -94,20 +93,20 @@ class Slots(Protocol):
 
 
 def restarts_on_resize(run: RunStore) -> bool:
-    """Whether a run of this machine can only get other devices in another life."""
+    """Whether a run of this machine must restart to get other devices."""
     record = read_leases(run)
     return record is None or any(lease.slots for lease in record.wanted)
 
 
 def find_slots(*, devices: int | None = None, priority: int = 0, team: str = "") -> Slots:
-    """The pool where one is up, else this machine."""
+    """The pool if one is up, else this machine."""
     if find_service(lifecycle.home()) is not None:
         return PoolSlots(devices=devices, priority=priority, team=team)
     return LocalSlots(devices)
 
 
 def check_cpu_share(devices: int | None) -> None:
-    """Each share of a processor may become a process: too many would end the machine, not the study."""
+    """Refuse more CPU shares than the machine can run as processes."""
     cores = len(os.sched_getaffinity(0))
     if devices is None or devices <= _SHARES_PER_CORE * cores:
         return
@@ -130,21 +129,21 @@ class LocalSlots:
         self._most: dict[str, int] = {}
         self._stopped_at: dict[str, float] = {}
         self._growth_wish: dict[str, tuple[float, float]] = {}
-        """Since when, and until when, a trial was to grow."""
+        """Since when, and until when, a trial is meant to grow."""
 
     @property
     def devices(self) -> int:
-        """As ``Places.devices``."""
+        """As ``Slots.devices``."""
         return self._node.devices
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
-        """As ``Places.submit``."""
+        """As ``Slots.submit``."""
         return lifecycle.submit(job, source=source)
 
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
-        """As ``Places.start``; where all run here at once, promise decides nothing."""
+        """As ``Slots.start``; where all run here at once, promise decides nothing."""
         del promise
         most = self.devices if most is None else most
         if devices == most == 1 and not count_gpus():
@@ -153,7 +152,7 @@ class LocalSlots:
             self._adapter.start(run, self._placement(devices))
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
-        """As ``Places.resize``: live, or by a stop from which it is to be started again."""
+        """As ``Slots.resize``: live, or by a stop from which it is to be started again."""
         del promise
         observation, worker_group = self._adapter.look(run), read_worker_group(run)
         must_restart = restarts_on_resize(run)
@@ -168,7 +167,7 @@ class LocalSlots:
         )
         if held == devices:
             return True  # asked before, and about to happen
-        if devices > held and not self._has_lasted(run):
+        if devices > held and not self._is_growth_stable(run):
             return False
         if must_restart:
             return self._stop_to_restart(run)
@@ -178,7 +177,7 @@ class LocalSlots:
             return False
 
     def held(self, run: RunStore) -> int:
-        """As ``Places.held``."""
+        """As ``Slots.held``."""
         observation = self._adapter.look(run)
         if observation.is_alive:
             return max(observation.devices, 1)
@@ -186,7 +185,7 @@ class LocalSlots:
         return 0
 
     def usable(self, run: RunStore) -> int | None:
-        """As ``Places.usable``."""
+        """As ``Slots.usable``."""
         if read_leases(run) is not None:
             return self._adapter.look(run).usable
         if run.id not in self._most:
@@ -195,10 +194,10 @@ class LocalSlots:
         return self._most[run.id]
 
     def release(self, run: RunStore, *, for_good: bool) -> None:
-        """As ``Places.let_go``: nobody else starts anything here."""
+        """As ``Slots.release``: nobody else starts anything here."""
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """As ``Places.stop``."""
+        """As ``Slots.stop``."""
         lifecycle.request_stop(run, now=now)
 
     def _start_light(self, run: RunStore) -> None:
@@ -212,10 +211,10 @@ class LocalSlots:
             cores = len(os.sched_getaffinity(0))
             cpu_limits.limit(run.id, worker.pid, cpus=cores / self.devices)
 
-    def _has_lasted(self, run: RunStore) -> bool:
-        """Whether the wish that it grows is more than a moment's.
+    def _is_growth_stable(self, run: RunStore) -> bool:
+        """Whether the trial has been meant to grow for a while.
 
-        Between one trial's end and another's beginning devices seem free that are not.
+        Between the end of one trial and the start of the next, devices only seem free.
         """
         now = time.monotonic()
         first, last = self._growth_wish.get(run.id, (now, now))
@@ -224,7 +223,7 @@ class LocalSlots:
         return now - first >= _CALM_S
 
     def _stop_to_restart(self, run: RunStore) -> bool:
-        """Ask it to save and stop; not again while it may still be saving."""
+        """Request a stop, from which it restarts; not again while it may still be saving."""
         asked_at = self._stopped_at.get(run.id, -_AGAIN_S)
         if time.monotonic() - asked_at < _AGAIN_S:
             return False
@@ -252,19 +251,19 @@ class PoolSlots:
 
     @property
     def devices(self) -> int:
-        """As ``Places.devices``: all the pool has now, unless the study may have fewer."""
+        """As ``Slots.devices``: all the pool has now, unless the study may have fewer."""
         view = PoolStore(self._home).read_view() or {}
         there = int(view.get("devices") or 0)
         return min(there, self._most) if self._most is not None else there
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
-        """As ``Places.submit``: not in the queue before it is started."""
+        """As ``Slots.submit``: not in the queue before it is started."""
         return lifecycle.submit(job, source=source)
 
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
-        """As ``Places.start``: put into the queue, with all that waits there."""
+        """As ``Slots.start``: put into the queue, with all that waits there."""
         del most  # a bound in the queue can be raised at any time
         job = read_job(run)
         request = make_request(job, most=devices)
@@ -286,7 +285,7 @@ class PoolSlots:
         requeue(run)
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
-        """As ``Places.resize``: another bound; the pool sees to it at its next decision."""
+        """As ``Slots.resize``: another bound; the pool sees to it at its next decision."""
         entry = read_entry(run)
         if entry is None or entry.wish != "run":
             return False
@@ -298,23 +297,23 @@ class PoolSlots:
         return True
 
     def held(self, run: RunStore) -> int:
-        """As ``Places.held``: what the pool has given it, and nobody else may have."""
+        """As ``Slots.held``: what the pool has given it, and nobody else may have."""
         return sum(read_allocation(run).claims.values())
 
     def usable(self, run: RunStore) -> int | None:
-        """As ``Places.usable``: the pool finds out, too, and gives no more."""
+        """As ``Slots.usable``: the pool finds out, too, and gives no more."""
         worker_group = read_worker_group(run)
         return (
             max(worker_group.layouts) if worker_group is not None and worker_group.layouts else None
         )
 
     def release(self, run: RunStore, *, for_good: bool) -> None:
-        """As ``Places.let_go``: it leaves the queue, and its devices are the pool's."""
+        """As ``Slots.release``: it leaves the queue, and its devices are the pool's."""
         with suppress(StoreError):  # never queued
             change_entry(run, wish="stop" if for_good else "pause")
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """As ``Places.stop``."""
+        """As ``Slots.stop``."""
         self.release(run, for_good=False)
         lifecycle.request_stop(run, now=now)
 

@@ -1,4 +1,4 @@
-"""What becomes of a trial whose run rests: it is over, held, or has to be started again."""
+"""Handles ended runs: the trial is over, held, or started again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 
 _LOST = 3
-"""Times that a worker may vanish before its next evaluation."""
+"""Lost workers allowed between two evaluations."""
 
 
 class TrialCompletion:
-    """Takes runs that rest from those that are watched."""
+    """Updates trials whose run has ended."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class TrialCompletion:
         starter: TrialStarter,
         watched_trials: dict[int, WatchedTrial],
     ) -> None:
-        """``lives``: those that are watched, by the numbers of their trials."""
+        """``watched_trials``: by trial number; ended ones are removed."""
         self._records, self._allocation, self._slots = records, allocation, slots
         self._starter, self._watched_trials = starter, watched_trials
 
-    def forget(self, watched: WatchedTrial) -> None:
-        """Watch a run no longer."""
+    def unwatch(self, watched: WatchedTrial) -> None:
+        """Stop watching a run."""
         self._watched_trials.pop(watched.number, None)
         self._allocation.leave(watched.run)
 
-    def take(self, watched: WatchedTrial, *, is_ending: bool) -> None:
-        """A run rests; nothing is started again where the study is ending."""
+    def complete(self, watched: WatchedTrial, *, is_ending: bool) -> None:
+        """Update the trial of an ended run; nothing is restarted while the study ends."""
         events, spent_s = watched.events, watched.events.device_seconds(time.time())
         cost: dict[str, Any] = {
             "device_seconds": spent_s,
@@ -52,17 +52,17 @@ class TrialCompletion:
         }
         match events.state:
             case RunState.FINISHED:
-                self.forget(watched)
+                self.unwatch(watched)
                 self._finish(watched, cost)
             case RunState.STOPPED if watched.verdict_sent == "prune" or events.reason.startswith(
                 "pruned"
             ):
-                self.forget(watched)
+                self.unwatch(watched)
                 self._records.end(watched.number, TrialState.PRUNED, reason=events.reason, **cost)
                 self._slots.release(watched.run, for_good=True)
                 drop_checkpoints(watched.run)
             case RunState.STOPPED:
-                self.forget(watched)
+                self.unwatch(watched)
                 self._hold(watched, cost, is_ending=is_ending)
             case RunState.LOST if watched.lost < _LOST and not is_ending:
                 watched.lost += 1
@@ -70,11 +70,11 @@ class TrialCompletion:
                 self._allocation.enqueue(watched.number, watched.run)
                 self._allocation.leave(watched.run)
             case _:
-                self.forget(watched)
+                self.unwatch(watched)
                 self._fail(watched, cost)
 
     def _finish(self, watched: WatchedTrial, cost: dict[str, Any]) -> None:
-        """Of those that are done, the best alone keeps its checkpoints: all have their models."""
+        """Of finished trials, only the best keeps its checkpoints; all keep their exported models."""
         before = find_best(self._records.facts())
         self._records.end(watched.number, TrialState.DONE, reason="", **cost)
         best = find_best(self._records.facts())
@@ -96,13 +96,13 @@ class TrialCompletion:
         self._records.change_trial(
             watched.number, state=state, reason=watched.events.reason, **cost
         )
-        if goes_on:  # it had not heard in time that it may, or somebody else has stopped it
+        if goes_on:  # its extension came too late, or somebody else stopped it
             self._allocation.enqueue(watched.number, watched.run)
         else:
             self._slots.release(watched.run, for_good=False)
 
     def _fail(self, watched: WatchedTrial, cost: dict[str, Any]) -> None:
         error = watched.events.error
-        message = (error.message if error else watched.events.reason) or "its worker vanished"
+        message = (error.message if error else watched.events.reason) or "its worker was lost"
         self._records.end(watched.number, TrialState.FAILED, error=message, **cost)
         check_failures(self._records.facts(), message, hint=error.hint if error else None)

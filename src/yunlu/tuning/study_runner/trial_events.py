@@ -1,4 +1,4 @@
-"""What a trial's run has told of itself so far: its events, taken in one by one. Pure."""
+"""State of a trial's run, folded from its events. Pure."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class RungScore:
 
 @dataclass(slots=True, kw_only=True)
 class TrialEvents:
-    """A run, as far as its events were read."""
+    """A run as of the events read so far."""
 
     devices: int = 1
-    """That it holds, or is given next."""
+    """Held, or about to be assigned."""
     offset: int = 0
     view: RunView = field(default_factory=RunView)
-    """What its events say."""
+    """The general fold of the events."""
     reason: str = ""
     """Why it is stopping or has stopped."""
     evaluated: dict[int, RungScore] = field(default_factory=dict[int, RungScore])
-    """By rung; one that was made again after a crash is the same."""
+    """By rung; an evaluation repeated after a crash has the same value."""
     _spent_s: float = 0.0
     _since: float | None = None
 
@@ -82,17 +82,17 @@ class TrialEvents:
         return ceil(self.plan.steps / self.plan.evaluate_every - 1e-9)
 
     def device_seconds(self, now: float) -> float:
-        """What it has used until now."""
+        """Device-seconds used until now."""
         running_s = 0.0 if self._since is None else max(now - self._since, 0.0)
         return self._spent_s + running_s * self.devices
 
     def step_of(self, rung: int) -> int | None:
-        """After which step a rung was."""
+        """Step of a rung's evaluation."""
         found = self.evaluated.get(rung)
         return None if found is None else found.step
 
-    def take(self, event: Event) -> RungScore | None:
-        """Take one more event in; an evaluation on the validation data is returned."""
+    def apply_event(self, event: Event) -> RungScore | None:
+        """Apply one event; return the validation score it carries, if any."""
         self.view = apply(self.view, event)
         match event:
             case StateChanged():
@@ -117,7 +117,7 @@ class TrialEvents:
         return None
 
     def resize(self, devices: int, at: float) -> None:
-        """From now on it holds so many."""
+        """Account for a new number of devices."""
         if self._since is not None:
             self._spent_s += max(at - self._since, 0.0) * self.devices
             self._since = at
@@ -128,23 +128,23 @@ class TrialEvents:
             self.reason = ""
         self.reason = event.reason or self.reason
         if self._since is None and self.state is RunState.STOPPED:
-            self.reason = "it had just been started"  # and had no last words of its own
+            self.reason = "it had just been started"  # and wrote no reason itself
         if not self.state.is_active and self._since is not None:
-            # One that vanished cost nothing from its last sign until somebody looked for it.
+            # A lost worker cost nothing between its last sign of life and its discovery.
             seen_at = min(event.seen_at or event.at, event.at)
             self.resize(self.devices, max(seen_at, self._since))
             self._since = None
 
 
 def read_trial_events(run: RunStore, *, devices: int = 1) -> TrialEvents:
-    """All that a run has told."""
+    """Fold all events of a run."""
     events = TrialEvents(devices=devices)
     for event, offset in run.read_events():
-        events.take(event)
+        events.apply_event(event)
         events.offset = offset
     return events
 
 
 def has_finished(run: RunStore) -> bool:
-    """Whether a run was trained to its end: somebody may have gone on with a held trial by hand."""
+    """Whether a run was trained to its end: somebody may have resumed a held trial by hand."""
     return read_trial_events(run).state is RunState.FINISHED

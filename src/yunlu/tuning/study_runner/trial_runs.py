@@ -23,12 +23,12 @@ _SUFFIX = re.compile(r"-[0-9a-f]{6}")
 
 
 def trial_name(study: str, number: int) -> str:
-    """What the run of a trial is called."""
+    """Name of a trial's run."""
     return f"{study}-{number:03d}"
 
 
 def make_job(request: StudyRequest, number: int, params: Params, *, keep: int = 1) -> Job:
-    """The job of a trial: the study's, with the trial's setting laid over it.
+    """The job of a trial: the study's, with the trial's setting applied.
 
     ``keep`` is how many of its newest checkpoints stay: trials are many, and disks are not.
     """
@@ -55,9 +55,9 @@ def make_run(
     saves_checkpoints: bool,
     is_copy: bool = False,
 ) -> RunStore:
-    """The run of a trial, not yet started; the one of an earlier life if that was killed just then."""
+    """The run of a trial, not yet started; reused if an earlier runner was killed just after creating it."""
     run = _find_orphan(job) or slots.submit(job)
-    told = {
+    control = {
         "study": request.name,
         "study_id": request.id,
         "number": number,
@@ -66,7 +66,7 @@ def make_run(
         "saves": saves_checkpoints,
         "is_copy": is_copy,
     }
-    run.write(Document.TRIAL, json.dumps(told))
+    run.write(Document.TRIAL, json.dumps(control))
     return run
 
 
@@ -76,23 +76,23 @@ def find_run(run_id: str) -> RunStore | None:
 
 
 def write_verdict(run: RunStore, verdict: dict[str, Any]) -> None:
-    """Tell the worker: ``until``, a rung; ``hold`` or ``prune``, a reason; nothing: to the end."""
+    """Write the worker's instruction: ``until``, a rung; ``hold`` or ``prune``, a reason; empty: to the end."""
     run.write(Document.TRIAL_CONTROL, json.dumps(verdict))
 
 
 def read_verdict(run: RunStore) -> dict[str, Any]:
-    """What the worker was last told."""
+    """The last instruction to the worker."""
     content = run.read(Document.TRIAL_CONTROL)
     return {} if content is None else json.loads(content)
 
 
 def drop_checkpoints(run: RunStore) -> None:
-    """Nobody goes on from here."""
+    """Delete the checkpoints of a run that will not continue."""
     run.remove(Area.CHECKPOINTS)
 
 
 def _find_orphan(job: Job) -> RunStore | None:
-    """A run that was submitted for this very job, and that nobody ever started."""
+    """A run that was submitted for this job and never started."""
     home, name = read_settings().home, str(job.name)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
     for run in sorted(find_runs(home), key=lambda run: run.id):

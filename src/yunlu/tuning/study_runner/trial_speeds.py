@@ -1,4 +1,4 @@
-"""How fast the trials of a study are, read from their runs: what the sharing of devices is told."""
+"""Measured speeds of trials, input of the device allocation."""
 
 from __future__ import annotations
 
@@ -18,52 +18,54 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Trial
 
 _RUNG_S = 60.0
-"""Of one device, before any trial of the study has made a step."""
+"""Assumed on one device, before any trial has made a step."""
 _RESIZE_S = 2.0
 _START_S = 5.0
 _SAVE_S = 1.0
 _KEPT = 64
-"""Courses that the study goes by."""
+"""Runs whose speeds are remembered."""
 _SETTLED_S = 1.0
-"""A step that is late by less says nothing."""
+"""Delay of a step below which it counts as normal."""
 
 
 class TrialSpeeds:
-    """The courses of the trials of one study: those that run, and the last that did."""
+    """Speeds of the running and the most recent trials of a study."""
 
     def __init__(self, *, rungs: int) -> None:
         self._rungs = rungs
-        self._courses: dict[int, RunProgress] = {}
+        self._progress: dict[int, RunProgress] = {}
         self.power = fit_power(())
-        """Speed on k devices is k to this power, as far as trials were seen at two sizes."""
+        """Speed on k devices is k to this power; fitted to trials observed at two sizes."""
         self.resize_s = _RESIZE_S
-        """How long a trial stands still when it is resized."""
+        """Pause of a trial when it is resized."""
         self.start_s = _START_S
         """From a start to the first step."""
         self._usual_rung_s = _RUNG_S
 
     def observe(self, runs: Iterable[tuple[int, RunStore]]) -> None:
-        """Read what the runs of these trials, by number, have written since the last time."""
+        """Read new metrics of the runs of these trials, by number."""
         has_moved = False
         for number, run in runs:
-            course = self._courses.pop(number, None) or RunProgress(run)
-            self._courses[number] = course  # the newest last
-            has_moved |= course.take()
-        for number in [*self._courses][:-_KEPT]:
-            del self._courses[number]
+            progress = self._progress.pop(number, None) or RunProgress(run)
+            self._progress[number] = progress  # the newest last
+            has_moved |= progress.take()
+        for number in [*self._progress][:-_KEPT]:
+            del self._progress[number]
         if has_moved:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        courses = self._courses.values()
+        runs_progress = self._progress.values()
         pairs: list[tuple[int, float, int, float]] = []
-        for course in courses:
-            seen = _steps_s(course)
+        for progress in runs_progress:
+            seen = _steps_s(progress)
             pairs += [(*few, *many) for few, many in pairwise(seen)]
         self.power = fit_power(pairs)
-        resizes_s = [span_s for course in courses for span_s in course.resizes_s]
-        starts_s = [course.startup_s for course in courses if course.startup_s is not None]
-        rungs_s = [s for each in self._courses if (s := self._own_rung_s(each)) is not None]
+        resizes_s = [span_s for progress in runs_progress for span_s in progress.resizes_s]
+        starts_s = [
+            progress.startup_s for progress in runs_progress if progress.startup_s is not None
+        ]
+        rungs_s = [s for each in self._progress if (s := self._own_rung_s(each)) is not None]
         self.resize_s = median(resizes_s) if resizes_s else _RESIZE_S
         self.start_s = median(starts_s) if starts_s else _START_S
         self._usual_rung_s = median(rungs_s) if rungs_s else _RUNG_S
@@ -83,14 +85,14 @@ class TrialSpeeds:
         most: int = MANY,
         is_pinned: bool = False,
     ) -> DeviceClaim:
-        """What a trial wants, by its own speed, else by that of the others."""
+        """Device claim of a trial, by its own speed, else by that of the others."""
         rung_s, reached = self.rung_s(trial.number), float(trial.rung)
-        course = self._courses.get(trial.number)
-        if course is not None and course.steps:
-            reached = max(reached, course.step / course.steps * self._rungs)
+        progress = self._progress.get(trial.number)
+        if progress is not None and progress.steps:
+            reached = max(reached, progress.step / progress.steps * self._rungs)
         work_s = max(0.0, trial.until - reached) * rung_s
-        if held and course is not None:
-            work_s = max(work_s, self._late_s(course, held))
+        if held and progress is not None:
+            work_s = max(work_s, self._late_s(progress, held))
         return DeviceClaim(
             number=trial.number,
             work_s=work_s,
@@ -100,35 +102,35 @@ class TrialSpeeds:
             least=least,
             most=most,
             power=self.power,
-            resize_s=self._change_s(course),
+            resize_s=self._change_s(progress),
             start_s=self.start_s,
             is_pinned=is_pinned,
         )
 
     def _own_rung_s(self, number: int) -> float | None:
-        course = self._courses.get(number)
-        if course is None or not course.steps:
+        progress = self._progress.get(number)
+        if progress is None or not progress.steps:
             return None
-        singles_s = [pace_s * devices**self.power for devices, pace_s in _steps_s(course)]
-        return median(singles_s) * course.steps / self._rungs if singles_s else None
+        singles_s = [pace_s * devices**self.power for devices, pace_s in _steps_s(progress)]
+        return median(singles_s) * progress.steps / self._rungs if singles_s else None
 
-    def _change_s(self, course: RunProgress | None) -> float:
-        """What other devices cost it: a pause, or another start."""
-        if course is None or not restarts_on_resize(course.run):
+    def _change_s(self, progress: RunProgress | None) -> float:
+        """Cost of a resize: a pause, or a restart."""
+        if progress is None or not restarts_on_resize(progress.run):
             return self.resize_s
         return self.start_s + _SAVE_S
 
-    def _late_s(self, course: RunProgress, held: int) -> float:
-        """One that ought to have moved and has not will need as long again, for all we know."""
-        pace_s = course.pace_s(held) or course.usual_step_s
-        idle_s = time.monotonic() - course.moved_at - pace_s
+    def _late_s(self, progress: RunProgress, held: int) -> float:
+        """Estimated delay of a stalled trial: as long again as it has stalled."""
+        pace_s = progress.pace_s(held) or progress.usual_step_s
+        idle_s = time.monotonic() - progress.moved_at - pace_s
         return idle_s * held**self.power if idle_s > _SETTLED_S else 0.0
 
 
-def _steps_s(course: RunProgress) -> list[tuple[int, float]]:
-    """Devices and a usual step on them, for each number that it was seen with."""
+def _steps_s(progress: RunProgress) -> list[tuple[int, float]]:
+    """Median step time for each number of devices observed."""
     return [
         (each.devices, pace_s)
-        for each in course.seen("")
-        if (pace_s := course.pace_s(each.devices)) is not None
+        for each in progress.seen("")
+        if (pace_s := progress.pace_s(each.devices)) is not None
     ]

@@ -1,4 +1,4 @@
-"""How a trial begins: from nothing, from another one's checkpoint, or not at all, being known."""
+"""Creates the runs of trials: from scratch, from another trial's checkpoint, or as a copy of a result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Params, StartTrial
 
 _ALL = 10_000
-"""Checkpoints: more than a trial has rungs."""
+"""Checkpoints to keep: more than a trial has rungs."""
 
 
 class TrialStarter:
-    """Makes the runs of trials, each once."""
+    """Creates each trial's run once."""
 
     def __init__(self, records: Records, slots: Slots) -> None:
         self._records, self._slots = records, slots
@@ -30,25 +30,27 @@ class TrialStarter:
         is_population = job is not None and job.search is not None and job.search.stop.name == "pbt"
         self._shares = can_share_prefix(records.request.dimensions) and not is_population
         self.saves_checkpoints = self._shares or is_population
-        """Whether trials save at each evaluation, for others to begin there."""
+        """Whether trials save at each evaluation, for others to start from."""
 
-    def repeats(self, move: StartTrial) -> bool:
-        """Whether this setting was tried before: then the trial is what that one was."""
+    def record_duplicate(self, move: StartTrial) -> bool:
+        """Record a trial whose setting was tried before, with that result; false where it is new."""
         if move.copy_from is not None:
             return False
-        twin = next((each for each in self._records.facts() if _is_twin(each, move.params)), None)
-        if twin is None:
-            return False
-        state = twin.state if twin.state.is_over else TrialState.PRUNED
-        points = [*zip(twin.points, twin.times, strict=True)]
-        number = self._records.begin(
-            move.params, until=move.until, points=points, copied_from=(twin.number, 0)
+        original = next(
+            (each for each in self._records.facts() if _is_duplicate(each, move.params)), None
         )
-        self._records.end(number, state, reason=f"the same setting as trial {twin.number}")
+        if original is None:
+            return False
+        state = original.state if original.state.is_over else TrialState.PRUNED
+        points = [*zip(original.points, original.times, strict=True)]
+        number = self._records.begin(
+            move.params, until=move.until, points=points, copied_from=(original.number, 0)
+        )
+        self._records.end(number, state, reason=f"the same setting as trial {original.number}")
         return True
 
     def begin(self, move: StartTrial) -> int:
-        """Record a new trial; its number."""
+        """Record a new trial and return its number."""
         if move.copy_from is not None:
             return self._records.begin(move.params, until=move.until, copied_from=move.copy_from)
         source, rung = self._find_prefix(move.params)
@@ -63,9 +65,9 @@ class TrialStarter:
         )
 
     def make_run(self, number: int) -> RunStore:
-        """The run of a recorded trial; made once, whoever was killed meanwhile."""
+        """The run of a recorded trial; created once, even across kills of the runner."""
         request, trial = self._records.request, self._records.trial(number)
-        # Others may begin from any of its rungs; a population goes on from its newest.
+        # Other trials may start from any of its rungs; a population only from the newest.
         keep = _ALL if self._shares else 3 if self.saves_checkpoints else 1
         job = make_job(request, number, trial.params, keep=keep)
         is_copy = trial.copied_from is not None
@@ -82,12 +84,14 @@ class TrialStarter:
             source, rung = trial.copied_from
             parent = find_run(self._records.facts()[source].run or "")
             if parent is None or not clone(parent, run, rung):
-                run.warn(f"The checkpoint of trial {source} at rung {rung} is gone: begun anew.")
+                run.warn(
+                    f"The checkpoint of trial {source} at rung {rung} is gone: started from scratch."
+                )
         self._records.change_trial(number, run=run.id)
         return run
 
     def _find_prefix(self, params: Params) -> tuple[TrialFacts | None, int]:
-        """The trial that trained most of what this one would train first, and how far."""
+        """The trial with the longest shared prefix, and its last shared rung."""
         best: tuple[TrialFacts | None, int] = (None, 0)
         if not self._shares:
             return best
@@ -105,6 +109,6 @@ class TrialStarter:
         return best
 
 
-def _is_twin(facts: TrialFacts, params: Params) -> bool:
+def _is_duplicate(facts: TrialFacts, params: Params) -> bool:
     is_own = facts.trial.copied_from is None or any(point.rung == 1 for point in facts.points)
     return facts.state is not TrialState.FAILED and is_own and dict(facts.params) == params

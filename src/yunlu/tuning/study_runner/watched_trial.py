@@ -1,4 +1,4 @@
-"""A run that the conductor of a study watches."""
+"""A trial whose run the runner watches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class WatchedTrial:
-    """What is known of it."""
+    """A started trial and the events read so far."""
 
     number: int
     """Of its trial."""
@@ -21,7 +21,7 @@ class WatchedTrial:
     record: RunRecord
     events: TrialEvents
     verdict_sent: str = ""
-    """``hold`` or ``prune``, where that was said."""
+    """``hold`` or ``prune``, once sent."""
     checked_at: float = 0.0
     lost: int = 0
-    """Times that its worker vanished since its last evaluation."""
+    """Times that its worker was lost since its last evaluation."""

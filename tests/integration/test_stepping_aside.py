@@ -88,7 +88,7 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     assert all({each.worker for each in told.ranks} <= {"0", "1"} for told in later)
     assert "aside" in later[0].reason
     chosen, *anew = events(run, CommunicationChosen)
-    refused = {"name": "asynchronous", "reason": "a worker stands aside"}
+    refused = {"name": "asynchronous", "reason": "a worker is excluded"}
     assert all(refused in each.refused for each in anew)
     assert 2 in chosen.excluded
     assert rig.address(2) in chosen.reason.rpartition("; ")[2]
@@ -116,7 +116,7 @@ def test_machine_that_joined_steps_aside_and_stays_at_hand(
 
     def has_left() -> bool:
         reasons = [told.reason for told in events(run, WorkerGroupFormed)]
-        return any("steps aside" in reason for reason in reasons)
+        return any("excluded as a straggler" in reason for reason in reasons)
 
     wait(run, has_left, "the slow one to step aside")
     assert sizes_of(run)[-1] == 2

@@ -130,7 +130,7 @@ def makespan_s(
     """From the first trial's start to the last one's end.
 
     Args:
-        course: What is trained.
+        counts: What is trained.
         rung_s: From one rung to the next, on one device.
         devices: How many there are.
         parallel: How many trials may train at once.

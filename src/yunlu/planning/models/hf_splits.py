@@ -33,7 +33,7 @@ _UNPARTED = frozenset({
 _SCALED = frozenset({"gemma", "gemma2", "gemma3_text"})
 # fmt: on
 
-SEVERAL_STACKS = "it has several stacks of layers, and only one can be cut"
+SEVERAL_STACKS = "it has several stacks of layers, and only one can be split"
 SEVERAL_MODELS = "it is several models in one"
 
 
@@ -52,7 +52,7 @@ def _why_not_cut(shape: ModelShape, model_type: str) -> str:
     if model_type in _CUT:
         return ""
     if model_type in _SCALED:
-        return "its embedding scales what it looks up, and only a plain Embedding is cut"
+        return "its embedding scales its output, and only a plain Embedding can be split"
     if model_type in _PARTED | _UNPARTED or shape.kind in {"encoder-decoder", "vision"}:
         return f"transformers has no tensor-parallel plan for {model_type}"
     return _nobody_knows(model_type)
@@ -64,7 +64,7 @@ def _why_not_parted(shape: ModelShape, model_type: str) -> str:
     if model_type in _PARTED:
         return ""
     if model_type in _UNPARTED:
-        return "its forward fails in parts: its layers do not only pass one tensor on"
+        return "its forward fails in stages: its layers pass on more than one tensor"
     return _nobody_knows(model_type)
 
 

@@ -115,7 +115,11 @@ class AudioFeatures:
     """Features of a column of audio, before normalisation; cached up to a limit."""
 
     def __init__(
-        self, column: Column, front: LogMelFrontEnd | WaveformFrontEnd, *, limit_bytes: int = MEMORY_LIMIT_BYTES
+        self,
+        column: Column,
+        front: LogMelFrontEnd | WaveformFrontEnd,
+        *,
+        limit_bytes: int = MEMORY_LIMIT_BYTES,
     ) -> None:
         self._column, self._front = column, front
         self.cached: list[Tensor] = []

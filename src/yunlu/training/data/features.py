@@ -44,7 +44,9 @@ class NumericFeature(Value):
             )
         is_missing = np.isnan(values)
         scaled = (values - np.array(self.mean)) / np.array(self.std)
-        return np.concatenate([np.where(is_missing, 0.0, scaled), is_missing[:, self.missing]], axis=1)
+        return np.concatenate(
+            [np.where(is_missing, 0.0, scaled), is_missing[:, self.missing]], axis=1
+        )
 
 
 class CategoryFeature(Value):

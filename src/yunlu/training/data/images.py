@@ -82,7 +82,9 @@ def infer_image_shape(
     """The shape of the first image, unless ``edges`` (height, width) or ``channels`` are given."""
     if _is_array(column):
         array = _as_nchw(column)
-        first_shape = ImageShape(channels=array.shape[1], height=array.shape[2], width=array.shape[3])
+        first_shape = ImageShape(
+            channels=array.shape[1], height=array.shape[2], width=array.shape[3]
+        )
     else:
         first = _decode(_as_ref(column[0], 0))
         grey = first.mode in _GREY_MODES or first.mode.startswith("I;16")

@@ -86,7 +86,9 @@ class HFPacking:
         is_bare = isinstance(output, Tensor)
         packed_1TD: Tensor = output if is_bare else output[0]
         empty = packed_1TD.new_zeros(self._shape[0] * self._shape[1], packed_1TD.shape[2])
-        hidden_BLD = empty.index_copy(0, self._token_indices_T, packed_1TD[0]).unflatten(0, self._shape)
+        hidden_BLD = empty.index_copy(0, self._token_indices_T, packed_1TD[0]).unflatten(
+            0, self._shape
+        )
         if is_bare:
             return hidden_BLD
         if isinstance(output, tuple):

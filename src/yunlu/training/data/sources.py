@@ -53,7 +53,9 @@ def load_tables(data: DataSpec, *, seed: int) -> Tables:
         named = getattr(data, part)
         if named is not None:
             named_parts = read_source(named, data)
-            parts[part] = named_parts[part] if part in named_parts else next(iter(named_parts.values()))
+            parts[part] = (
+                named_parts[part] if part in named_parts else next(iter(named_parts.values()))
+            )
     for part, table in parts.items():
         if not len(table):
             raise DataError(f"the {part} data is empty: {getattr(data, part) or data.train}")
@@ -174,7 +176,9 @@ def _read_shards(folder: Location, files: list[Location], form: str) -> DataTabl
     shards = [file for file in files if file.suffix in suffixes]
     formats = sorted({SUFFIXES[file.suffix] for file in shards})
     if len(formats) != 1:
-        contents = f"files of several formats ({', '.join(formats)})" if formats else "no data files"
+        contents = (
+            f"files of several formats ({', '.join(formats)})" if formats else "no data files"
+        )
         raise DataError(
             f"{folder.url} holds {contents}",
             hint=f"expected images or sounds in a folder per label, or {', '.join(sorted(suffixes))}",

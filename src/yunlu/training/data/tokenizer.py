@@ -114,7 +114,11 @@ class BpeTokenizer:
             raise ModelError(f"{path} is not a tokenizer that can be read: {error}") from error
         tokenizer = cls.__new__(cls)
         tokenizer._fast, tokenizer.size = fast, fast.get_vocab_size()
-        if [fast.token_to_id(mark) for mark in _SPECIAL] != [tokenizer.pad, tokenizer.bos, tokenizer.eos]:
+        if [fast.token_to_id(mark) for mark in _SPECIAL] != [
+            tokenizer.pad,
+            tokenizer.bos,
+            tokenizer.eos,
+        ]:
             raise ModelError(f"{path} was altered: its special tokens differ from the export.")
         return tokenizer
 

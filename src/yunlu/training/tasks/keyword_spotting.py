@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from yunlu.training.data.audio import FRAMES_PER_SECOND, Sounds, Waves
+from yunlu.training.data.audio import FRAMES_PER_SECOND, AudioFeatures, WaveformFrontEnd
 from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
@@ -66,7 +66,7 @@ class KeywordSpotting(SingleLabelTask):
         self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
         train = self._read_part(tables.train, sounds, target, "training")
         assert train is not None
-        kept = train.inputs.kept
+        kept = train.inputs.cached
         self.front.learn(kept)
         self.length = _choose_length(job, kept, self.front.per_second)
         return Splits(
@@ -91,7 +91,7 @@ class KeywordSpotting(SingleLabelTask):
             auto_class="AutoModelForAudioClassification",
             hf_sizes=label_config(self.labels),
         )
-        if not isinstance(self.front, Waves):
+        if not isinstance(self.front, WaveformFrontEnd):
             check_call(model, ("spectrograms",))
         self._gives_shares = ends_in_softmax(model)
         return model
@@ -115,14 +115,14 @@ class KeywordSpotting(SingleLabelTask):
 
     def _read_part(
         self, table: DataTable | None, sounds: str, target: str, part: str
-    ) -> LabelledSamples[Sounds] | None:
+    ) -> LabelledSamples[AudioFeatures] | None:
         if table is None:
             return None
         # Labels first: a wrong one is found before thousands of sounds are decoded.
         targets = self.labels.encode(
             table[target], table[sounds], part=part, row_of=table.source_row
         )
-        return LabelledSamples(Sounds(table[sounds], self.front), targets)
+        return LabelledSamples(AudioFeatures(table[sounds], self.front), targets)
 
     def _fit(self, sound: Tensor) -> Tensor:
         sound = self.front.normalise(sound[: self.length])
@@ -130,7 +130,7 @@ class KeywordSpotting(SingleLabelTask):
         return functional.pad(sound, (0, 0, 0, missing) if sound.ndim == 2 else (0, missing))
 
     def _inputs(self, sounds: Tensor, lengths: Tensor) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        if not isinstance(self.front, Waves):
+        if not isinstance(self.front, WaveformFrontEnd):
             return (sounds.transpose(1, 2)[:, None].contiguous(),)
         if not self._with_mask:
             return {"input_values": sounds}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError, missing_part
-from yunlu.training.data.audio import Frames, Waves, read_sound
+from yunlu.training.data.audio import LogMelFrontEnd, WaveformFrontEnd, read_audio
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import find_hf_directory, names_hf
 from yunlu.training.tasks.scoring import ClassScorer, loss_sum
@@ -191,7 +191,7 @@ def read_hf_preprocessor(spec: ModelSpec) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def choose_front(job: Job, first: Any) -> Frames | Waves:
+def choose_front(job: Job, first: Any) -> LogMelFrontEnd | WaveformFrontEnd:
     """What the model hears: waves for Hugging Face models, log-mel frames for all others.
 
     The rate is the job's, else the one a pretrained model was trained at, else the first file's.
@@ -199,8 +199,8 @@ def choose_front(job: Job, first: Any) -> Frames | Waves:
     wanted = job.data.sample_rate
     if names_hf(job.model.name):
         usual = read_hf_preprocessor(job.model).get("sampling_rate", HF_SAMPLE_RATE)
-        return Waves(usual if wanted == "auto" else wanted)
-    return Frames(read_sound(first)[1] if wanted == "auto" else wanted)
+        return WaveformFrontEnd(usual if wanted == "auto" else wanted)
+    return LogMelFrontEnd(read_audio(first)[1] if wanted == "auto" else wanted)
 
 
 def wants_mask(config: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from yunlu.core.errors import DataError, ModelError
 from yunlu.core.files import write_atomically
-from yunlu.training.data.features import customary, find_column
+from yunlu.training.data.features import conventional_column, find_column
 from yunlu.training.data.sources import Tables, load_tables
 from yunlu.training.models.build import build_model
 from yunlu.training.models.matrix_factorization import MatrixFactorization
@@ -220,13 +220,15 @@ def _find_columns(job: Job, table: DataTable) -> tuple[str, str, str | None]:
     asked = job.data.input
     if asked is not None and (isinstance(asked, str) or len(asked) != 2):
         raise DataError(f"data.input is {asked!r}; expected two columns: [user, item]")
-    if asked is None and not (customary(table, USERS) and customary(table, ITEMS)):
+    if asked is None and not (
+        conventional_column(table, USERS) and conventional_column(table, ITEMS)
+    ):
         raise DataError(
             f"cannot tell which columns are user and item: the data has {', '.join(table.columns)}",
             hint="name them: data.input: [USER_COLUMN, ITEM_COLUMN]",
         )
     user, item = asked or (None, None)
-    rating = job.data.target or customary(table, RATINGS)
+    rating = job.data.target or conventional_column(table, RATINGS)
     if rating is not None:
         table[rating]  # an unknown name is an error that suggests the nearest
     return (

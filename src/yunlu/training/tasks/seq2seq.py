@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import customary
+from yunlu.training.data.features import conventional_column
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.text import (
     TokenLists,
@@ -278,8 +278,10 @@ def _pair_columns(table: DataTable, job: Job) -> tuple[str, str]:
     for name in named:
         table[name]  # an unknown one is refused with the nearest
     rest = [name for name in table.columns if name not in named]
-    source = asked or customary(table, [name for name in SOURCE_NAMES if name in _bare(rest)])
-    target = job.data.target or customary(
+    source = asked or conventional_column(
+        table, [name for name in SOURCE_NAMES if name in _bare(rest)]
+    )
+    target = job.data.target or conventional_column(
         table, [name for name in TARGET_NAMES if name in _bare(rest) and name != source]
     )
     # `label<TAB>text` is how two columns without a header are read: here the first is the source.

@@ -19,7 +19,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from yunlu.core.errors import DataError, ModelError
-from yunlu.training.data.audio import FRAMES_PER_SECOND, Frames, Sounds, Waves
+from yunlu.training.data.audio import (
+    FRAMES_PER_SECOND,
+    AudioFeatures,
+    LogMelFrontEnd,
+    WaveformFrontEnd,
+)
 from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.table import FileRef
@@ -50,7 +55,7 @@ log = logging.getLogger(__name__)
 class Utterances:
     """Sounds with their texts; ``rows`` are those that can be learned from."""
 
-    def __init__(self, sounds: Sounds, texts: list[str], names: list[str]) -> None:
+    def __init__(self, sounds: AudioFeatures, texts: list[str], names: list[str]) -> None:
         self.sounds, self.texts, self.names = sounds, texts, names
         self.rows = list(range(len(texts)))
 
@@ -60,7 +65,7 @@ class Utterances:
     @property
     def lengths(self) -> np.ndarray | None:
         """Frames of each; None where not all sounds are kept, for they would have to be read."""
-        kept = self.sounds.kept
+        kept = self.sounds.cached
         if len(kept) < len(self.sounds):
             return None
         return np.array([len(kept[row]) for row in self.rows], dtype=np.int64)
@@ -96,7 +101,7 @@ class SpeechToText:
         train = self._read_part(tables.train, sounds, texts, "training")
         assert train is not None
         self.characters = Characters.choose(job.model, train.texts)
-        self.front.learn(train.sounds.kept)
+        self.front.learn(train.sounds.cached)
         dropped = self._drop_hopeless(train, job)
         return Splits(
             train=train,
@@ -113,7 +118,7 @@ class SpeechToText:
 
     def build(self, job: Job) -> nn.Module:
         """The model, with a score for each character and the blank."""
-        bands = self.front.transform.bands if isinstance(self.front, Frames) else 1
+        bands = self.front.transform.bands if isinstance(self.front, LogMelFrontEnd) else 1
         model = build_model(
             job.model,
             builtins={"conv-gru": ConvGRU},
@@ -121,7 +126,7 @@ class SpeechToText:
             auto_class="AutoModelForCTC",
             hf_sizes={"vocab_size": self.characters.size, "pad_token_id": self.characters.blank},
         )
-        if not isinstance(self.front, Waves):
+        if not isinstance(self.front, WaveformFrontEnd):
             check_call(model, ("frames", "lengths"))
         return model
 
@@ -189,7 +194,7 @@ class SpeechToText:
             return None
         said = [_text(value, table.source_row(row), part) for row, value in enumerate(table[texts])]
         names = [_name(sound, table.source_row(row)) for row, sound in enumerate(table[sounds])]
-        return Utterances(Sounds(table[sounds], self.front), said, names)
+        return Utterances(AudioFeatures(table[sounds], self.front), said, names)
 
     def _drop_hopeless(self, train: Utterances, job: Job) -> dict[str, int]:
         """Leave out what is too long for the job, or too short for its own text; say how many."""
@@ -200,7 +205,7 @@ class SpeechToText:
         frames_given = _frames_given(job)
         long: list[int] = []
         short: list[int] = []
-        for row, sound in enumerate(train.sounds.kept):
+        for row, sound in enumerate(train.sounds.cached):
             if len(sound) > longest:
                 long.append(row)
             elif frames_given(len(sound)) < self.characters.frames_needed(train.texts[row]):
@@ -228,7 +233,7 @@ class SpeechToText:
         return scores
 
     def _inputs(self, sounds: Tensor, lengths: Tensor) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        if not isinstance(self.front, Waves):
+        if not isinstance(self.front, WaveformFrontEnd):
             return (sounds, lengths)
         if not self._with_mask:
             return {"input_values": sounds}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import customary, find_column
+from yunlu.training.data.features import conventional_column, find_column
 from yunlu.training.data.packing import call_packed, can_pack_hf
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.text import (
@@ -253,7 +253,7 @@ def _text_columns(table: DataTable, job: Job, target: str) -> list[str]:
             table[name]  # an unknown one is refused with the nearest
         return names
     others = [name for name in table.columns if name != target]
-    found = customary(table, [name for name in TEXT_NAMES if name != target])
+    found = conventional_column(table, [name for name in TEXT_NAMES if name != target])
     if found is not None and found != target:
         return [found]
     worded = [name for name in others if isinstance(table[name], list)]

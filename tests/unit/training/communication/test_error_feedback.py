@@ -66,8 +66,8 @@ def test_a_share_is_a_copy() -> None:
 def test_a_step_that_was_not_taken_leaves_no_trace() -> None:
     residual = ErrorFeedback()
     for step in (1.0, 2.0):
-        residual = residual.buffer("a", 2).fill_(step)
-        residual.store_residual("a", residual)
+        left = residual.buffer("a", 2).fill_(step)
+        residual.store_residual("a", left)
     residual.revert()
     assert torch.equal(residual.residuals["a"], whole(1, 1))
     residual.revert()  # only what was not settled can be undone

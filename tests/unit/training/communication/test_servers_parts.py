@@ -369,7 +369,7 @@ def test_gradients_that_do_not_fit_are_refused():
         weights.unpack(push_of(0), body_of(torch.ones(3)))
     with pytest.raises(RefusedPushError, match="not finite"):
         weights.unpack(push_of(0), body_of(torch.tensor([1, 1, torch.nan, 1])))
-    with pytest.raises(RefusedPushError, match="no ticket"):
+    with pytest.raises(RefusedPushError, match="unknown ticket"):
         weights.check_ticket(Ticket(3))
     with pytest.raises(RefusedPushError, match="not begun"):
         weights.check_ticket(Ticket(1))

@@ -8,13 +8,13 @@ import torch
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.audio import (
-    Frames,
+    AudioFeatures,
     LogMel,
-    Sounds,
-    Waves,
+    LogMelFrontEnd,
+    WaveformFrontEnd,
     measure,
     mel_filters,
-    read_sound,
+    read_audio,
     resample,
 )
 from yunlu.training.data.table import AudioRef
@@ -87,7 +87,7 @@ def test_channels_are_mixed_and_the_rate_is_kept_where_none_is_asked(tmp_path: P
     left, right = tone(440), np.zeros(4000, dtype="f4")
     ref = write_wav(tmp_path / "stereo.wav", np.stack([left, right], axis=1))
 
-    wave, rate = read_sound(ref)
+    wave, rate = read_audio(ref)
 
     assert rate == 8000
     np.testing.assert_allclose(wave.numpy(), left / 2, atol=1e-4)
@@ -98,7 +98,7 @@ def test_flac_and_bytes_are_read_as_well_as_wav_files(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     soundfile.write(buffer, wave, 8000, format="FLAC")
 
-    read, rate = read_sound(AudioRef("inline.flac", buffer.getvalue()))
+    read, rate = read_audio(AudioRef("inline.flac", buffer.getvalue()))
 
     assert rate == 8000
     np.testing.assert_allclose(read.numpy(), wave, atol=1e-4)
@@ -126,41 +126,41 @@ def test_a_file_that_is_no_sound_is_named(tmp_path: Path, content: bytes) -> Non
     path.write_bytes(content)
 
     with pytest.raises(DataError, match=r"broken\.wav"):
-        read_sound(AudioRef(str(path)))
+        read_audio(AudioRef(str(path)))
 
 
 def test_a_sound_without_samples_or_with_nan_is_named(tmp_path: Path) -> None:
     empty = write_wav(tmp_path / "empty.wav", np.zeros(0, dtype="f4"))
     with pytest.raises(DataError, match=r"empty\.wav holds no sound"):
-        read_sound(empty)
+        read_audio(empty)
     path = tmp_path / "nan.wav"
     soundfile.write(path, np.array([0.0, np.nan], dtype="f4"), 8000, subtype="FLOAT")
     with pytest.raises(DataError, match=r"nan\.wav.*not finite"):
-        read_sound(AudioRef(str(path)))
+        read_audio(AudioRef(str(path)))
 
 
 def test_arrays_need_a_rate_and_files_must_be_files() -> None:
-    assert read_sound(tone(440), sample_rate=8000)[1] == 8000
+    assert read_audio(tone(440), sample_rate=8000)[1] == 8000
     with pytest.raises(DataError, match="how fast"):
-        read_sound(tone(440))
+        read_audio(tone(440))
     with pytest.raises(DataError, match="sound file was expected"):
-        read_sound(3.5)
+        read_audio(3.5)
 
 
 def test_sounds_beyond_the_limit_are_computed_when_asked_for(tmp_path: Path) -> None:
     refs = [write_wav(tmp_path / f"{hertz}.wav", tone(hertz)) for hertz in (300, 600, 900)]
-    front = Frames(8000)
+    front = LogMelFrontEnd(8000)
 
-    whole, part = Sounds(refs, front), Sounds(refs, front, limit_bytes=1)
+    whole, part = AudioFeatures(refs, front), AudioFeatures(refs, front, limit_bytes=1)
 
-    assert (len(whole.kept), len(part.kept), len(part)) == (3, 1, 3)
+    assert (len(whole.cached), len(part.cached), len(part)) == (3, 1, 3)
     for row in range(3):
         assert torch.equal(whole[row], part[row])
 
 
 def test_features_are_normalised_by_the_training_sounds() -> None:
     features = [torch.randn(50, 40) * 3 + 7, torch.randn(20, 40) * 3 + 7]
-    front = Frames(8000)
+    front = LogMelFrontEnd(8000)
     front.learn(features)
 
     frames = torch.cat([front.normalise(sound) for sound in features])
@@ -176,7 +176,7 @@ def test_a_band_that_never_changes_is_not_blown_up() -> None:
 
 
 def test_waves_come_at_one_loudness_and_silence_stays_finite() -> None:
-    front = Waves(16_000)
+    front = WaveformFrontEnd(16_000)
 
     loud = front.transform(torch.from_numpy(tone(440)) * 0.01)
 

@@ -14,11 +14,11 @@ from yunlu.training.data.synthetic_speech import (
     SPLITS,
     WORDS,
     Clip,
+    add_noise,
     find_espeak,
     make_folder,
     plan_digits,
     plan_words,
-    roughen,
     write_clips,
 )
 
@@ -74,7 +74,7 @@ def test_digits_come_in_strings_of_two_to_four() -> None:
 def test_noise_and_silence_leave_the_speech_well_above_them() -> None:
     speech = np.sin(np.arange(4000)).astype("f4")
 
-    rough = roughen(speech, np.random.default_rng(0))
+    rough = add_noise(speech, np.random.default_rng(0))
 
     assert 0.02 * SAMPLE_RATE * 2 <= len(rough) - len(speech) <= 0.15 * SAMPLE_RATE * 2
     assert np.abs(rough).max() <= 1

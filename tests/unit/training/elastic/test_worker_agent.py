@@ -45,7 +45,7 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
 
         def connect(self, hello: WorkerHello) -> bool:
             hellos.append(hello)
-            worker.settled(5, live=False)
+            worker.report_paused(5, live=False)
             return True
 
     line: Any = Line()

@@ -221,7 +221,7 @@ class _Skipping(nn.Module):
 
 def test_a_model_whose_layers_are_not_a_chain_is_refused() -> None:
     model = _Skipping()
-    with pytest.raises(ModelError, match="do not only pass one tensor on"):
+    with pytest.raises(ModelError, match="pass on more than one tensor"):
         check(model, split(model, 2), (torch.randn(3, 4),))
 
 

@@ -295,5 +295,5 @@ def test_sounds_know_their_lengths_while_all_are_kept(tmp_path: Path) -> None:
     batch = task.collate([train[index] for index in range(3)])
     assert batch.tokens == 3 * max(train.lengths[:3])
     assert batch.padding == batch.tokens - sum(train.lengths[:3])
-    train.sounds.kept.pop()
+    train.sounds.cached.pop()
     assert train.lengths is None, "the others would have to be read first"

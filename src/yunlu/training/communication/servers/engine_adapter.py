@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.training.data.batches import load
-from yunlu.training.data.sample_order import shard_weight
+from yunlu.training.data.sample_order import sort_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +105,7 @@ def ticket_batches(
         lengths: See there.
         digests: See there.
     """
-    weights = None if lengths is None else shard_weight(lengths)
+    weights = None if lengths is None else sort_length(lengths)
     while True:
         started_at = perf_counter()
         ticket, held = held or client.take_ticket(), None

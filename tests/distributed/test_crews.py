@@ -289,5 +289,5 @@ def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int,
     assert runs.call("resume", run.id, "--detach").returncode == 0
     wait_for_end(run)
     assert [event.resumed_from_step for event in events(run, StateChanged)
-            if event.get("state") == "running"] == [None, done]  # fmt: skip
+            if event.state == "running"] == [None, done]  # fmt: skip
     check_run(run, alone, steps=FEWER)

@@ -73,7 +73,7 @@ class Voyage:
 
         wait_until(condition, "what the test waits for", meanwhile=check, explain=self.tell)
 
-    def wait_generation(self, number: int) -> dict[str, Any]:
+    def wait_generation(self, number: int) -> WorkerGroupFormed:
         self.wait(lambda: len(self.events(WorkerGroupFormed)) >= number)
         return self.events(WorkerGroupFormed)[number - 1]
 
@@ -93,14 +93,14 @@ class Voyage:
         assert result["counts"][:done] == [1] * done
         assert not any(result["counts"][done:])
 
-    def next_crew(self, what: str) -> dict[str, Any]:
+    def next_crew(self, what: str) -> WorkerGroupFormed:
         """The generation after a fault; how long it took is told, not judged."""
         self.generations += 1
         crew = self.wait_generation(self.generations)
-        self.times.append(f"{what}: {crew.get('lost_s')} s to the next step ({crew['layout']})")
+        self.times.append(f"{what}: {crew.lost_s} s to the next step ({crew.layout})")
         return crew
 
-    def whole_crew(self, what: str) -> dict[str, Any]:
+    def whole_crew(self, what: str) -> WorkerGroupFormed:
         """The same, once two work again: a spare that still loads is not waited for."""
         crew = self.next_crew(what)
         while crew.layout == "single":
@@ -154,15 +154,15 @@ def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
     voyage.wait_generation(1)
     for rank in (0, 1):
         os.kill(voyage.pid_of(rank), signal.SIGKILL)
-        assert voyage.whole_crew(f"SIGKILL of rank {rank}")["layout"] == "dp2"
+        assert voyage.whole_crew(f"SIGKILL of rank {rank}").layout == "dp2"
     os.kill(voyage.pid_of(1), signal.SIGSTOP)
-    assert voyage.whole_crew("SIGSTOP")["layout"] == "dp2"
+    assert voyage.whole_crew("SIGSTOP").layout == "dp2"
     for devices in (4, 3):
         answer = send_request(voyage.crew(), {"kind": "resize", "devices": devices})
         assert answer["is_accepted"], answer
-        assert voyage.next_crew(f"resize to {devices}")["layout"] == f"dp{devices}"
+        assert voyage.next_crew(f"resize to {devices}").layout == f"dp{devices}"
     os.kill(voyage.pid_of(1), signal.SIGTERM)
-    assert voyage.next_crew("SIGTERM")["layout"] == "dp2"
+    assert voyage.next_crew("SIGTERM").layout == "dp2"
     told = [fault.cause for fault in voyage.events(WorkerLost)]
     assert told == ["killed", "killed", "hung", "left"]
     assert not any(crew.redone_steps for crew in voyage.events(WorkerGroupFormed))
@@ -187,8 +187,8 @@ def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: V
     voyage.start(devices=2, spares=0)
     voyage.wait_generation(1)
     os.kill(voyage.pid_of(0), signal.SIGKILL)
-    assert voyage.next_crew("SIGKILL without a spare")["layout"] == "single"
-    assert voyage.next_crew("replacement")["layout"] == "dp2"
+    assert voyage.next_crew("SIGKILL without a spare").layout == "single"
+    assert voyage.next_crew("replacement").layout == "dp2"
     voyage.finish()
     voyage.check_samples()
 
@@ -197,7 +197,7 @@ def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None
     voyage.start(devices=3, axis="fsdp")
     voyage.wait_generation(1)
     os.kill(voyage.pid_of(1), signal.SIGTERM)
-    assert voyage.next_crew("SIGTERM under fsdp")["layout"] == "fsdp2"
+    assert voyage.next_crew("SIGTERM under fsdp").layout == "fsdp2"
     for devices in (4, 1, 2):
         send_request(voyage.crew(), {"kind": "resize", "devices": devices})
         crew = voyage.next_crew(f"fsdp to {devices}")
@@ -230,7 +230,7 @@ def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
     assert recorded["pid"] == after.pid
     # The new one can do all that the old one could.
     os.kill(voyage.pid_of(1), signal.SIGKILL)
-    assert voyage.next_crew("SIGKILL under the second supervisor")["generation"] == 2
+    assert voyage.next_crew("SIGKILL under the second supervisor").generation == 2
     voyage.finish()
     voyage.check_samples()
 
@@ -312,20 +312,20 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     nodes = [subprocess.Popen(words, env=env)]
     try:
-        assert voyage.next_crew("a node joins")["layout"] == "dp3"
+        assert voyage.next_crew("a node joins").layout == "dp3"
         nodes[0].send_signal(signal.SIGTERM)
-        assert voyage.next_crew("a node leaves")["layout"] == "single"
+        assert voyage.next_crew("a node leaves").layout == "single"
         assert nodes[0].wait(LIMIT_S) == 0
         nodes.append(subprocess.Popen(words, env=env))
-        assert voyage.next_crew("a node joins again")["layout"] == "dp3"
+        assert voyage.next_crew("a node joins again").layout == "dp3"
         far_net("link", "set", f"{name}a", "down")
-        assert voyage.next_crew("a node is cut off")["layout"] == "single"
+        assert voyage.next_crew("a node is cut off").layout == "single"
         told = [fault.cause for fault in voyage.events(WorkerLost)]
         assert told == ["left", "left", "cut off", "cut off"]
         given_up = _children(nodes[1])
         assert len(given_up) == 2, "nobody can reach them"
         far_net("link", "set", f"{name}a", "up")
-        assert voyage.next_crew("the cable is back")["layout"] == "dp3"
+        assert voyage.next_crew("the cable is back").layout == "dp3"
         assert nodes[1].poll() is None, "it was not started again"
         assert not {*_children(nodes[1])} & {*given_up}, "who was given up holds no device"
         (voyage.run.path / ENOUGH).touch()

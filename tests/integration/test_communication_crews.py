@@ -109,7 +109,7 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     wait_for_end(run)
     check_run(run)
     assert [event.resumed_from_step for event in events(run, StateChanged)
-            if event.get("state") == "running"] == [None, done]  # fmt: skip
+            if event.state == "running"] == [None, done]  # fmt: skip
     check_exported(run)
 
 

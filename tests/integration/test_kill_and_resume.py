@@ -16,7 +16,7 @@ from tests.integration.conftest import Yunlu
 from tests.waiting import wait_until
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import RunStore
+from yunlu.runs.run_store import Area, RunStore
 
 JOB = """
 task: braked:Braked
@@ -102,7 +102,7 @@ def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
     brake.unlink()
     process.wait()
     assert losses(run) == losses(whole)
-    exported = [r.model / "model.safetensors" for r in (run, whole)]
+    exported = [r.path / Area.MODEL / "model.safetensors" for r in (run, whole)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 

@@ -20,11 +20,11 @@ from yunlu.runs.run_store import Area, Document, RunStore
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
+from yunlu.tuning.study import Study
 from yunlu.tuning.study_runner.cloning import clone
 from yunlu.tuning.study_runner.slots import LocalSlots
 from yunlu.tuning.study_runner.trial_events import read_trial_events
 from yunlu.tuning.study_runner.trial_runs import write_verdict
-from yunlu.tuning.study import Study
 from yunlu.tuning.values import TrialState
 
 EPOCHS = 4
@@ -78,7 +78,7 @@ def losses(run: RunStore) -> dict[int, float]:
 
 def scores(run: RunStore) -> list[tuple[int, float]]:
     found = [event for event, _ in run.read_events() if isinstance(event, Evaluated)]
-    return [(data["rung"], data["loss"]) for data in found if data["split"] == "validation"]
+    return [(event.rung, event.loss) for event in found if event.split == "validation"]
 
 
 def weights(run: RunStore) -> bytes:
@@ -135,7 +135,7 @@ def test_a_copy_with_the_same_setting_goes_on_to_the_same_weights(whole: RunStor
     shutil.rmtree(parent.path / Area.CHECKPOINTS)
     late = make_trial(make_job("late"), {}, is_copy=True)
     assert not clone(parent, late, 2)
-    assert not late.checkpoints.exists()
+    assert not (late.path / Area.CHECKPOINTS).exists()
 
 
 def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunStore) -> None:
@@ -150,7 +150,7 @@ def test_a_copy_with_another_setting_goes_by_its_own_rules(whole: RunStore) -> N
     shared = rates[1].keys()
     assert min(shared) == (read_trial_events(parent).step_of(2) or 0) + 1
     assert all(rates[1][step] == pytest.approx(rates[0][step] / 5) for step in shared)
-    saved = max(copy.checkpoints.glob("step-*"))
+    saved = max((copy.path / Area.CHECKPOINTS).glob("step-*"))
     state = json.loads((saved / "state.json").read_text())
     decays = {group["values"]["weight_decay"] for group in state["optimizer"]["groups"]}
     assert decays == {0.0, 0.5}

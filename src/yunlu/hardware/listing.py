@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from yunlu.core.value import Value
 from yunlu.hardware.catalog import CatalogError
@@ -40,9 +40,9 @@ class ListedDevice(Value):
     @classmethod
     def of(cls, device: DeviceModel) -> Self:
         """The device as a value."""
-        fields = {name: getattr(device, name) for name in cls.model_fields}
-        mappings = {"peak_flops": dict(device.peak_flops), "sources": dict(device.sources)}
-        return cls.model_construct(**(fields | mappings))
+        fields: dict[str, Any] = {name: getattr(device, name) for name in cls.model_fields}
+        fields |= {"peak_flops": dict(device.peak_flops), "sources": dict(device.sources)}
+        return cls.model_construct(**fields)
 
     def source(self, name: str) -> str:
         """Source of one figure."""

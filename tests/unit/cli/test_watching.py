@@ -16,7 +16,7 @@ from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
 from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.run_display import (
-    RunProgress,
+    DisplayedProgress,
     JsonDisplay,
     LiveDisplay,
     PlainDisplay,
@@ -210,7 +210,7 @@ def test_profile_is_a_key_of_the_job(job_file):
 
 
 def test_pace_forgets_what_a_resumed_life_undid():
-    course = RunProgress()
+    course = DisplayedProgress()
     course.plan = PLAN
     for step in (10, 20):
         course.take(metric(step))

@@ -83,8 +83,8 @@ def test_a_plain_process_was_launched_by_nobody(variables: dict[str, str]) -> No
         ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, "LOCAL_RANK is not set"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT is not set"),
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4"),
-        ({**TORCHRUN, "RANK": "two"}, "not a whole number"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "does not tell where rank 0 is"),
+        ({**TORCHRUN, "RANK": "two"}, "not an integer"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "does not set the address of rank 0"),
     ],
 )
 def test_half_a_launch_is_refused_with_the_reason(variables: dict[str, str], words: str) -> None:

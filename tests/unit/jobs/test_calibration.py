@@ -150,10 +150,10 @@ def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_pa
     shrunk = finished_run(tmp_path, "shrunk")
     shrunk.emit(MemoryExhausted(step=1, micro_batch=1, message=""))
     old = finished_run(tmp_path, "old")
-    lines = [json.loads(line) for line in old.events.read_text().splitlines()]
+    lines = [json.loads(line) for line in (old.path / Log.EVENTS).read_text().splitlines()]
     for line in lines:
         line["data"].pop("estimate", None)
-    old.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (old.path / Log.EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     other = finished_run(tmp_path, "other")
     (other.path / Log.EVENTS).write_text(
         (other.path / Log.EVENTS).read_text().replace('"version": 1', '"version": 0')

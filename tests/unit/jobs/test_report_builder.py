@@ -441,7 +441,10 @@ def test_a_run_that_never_started_has_a_report(tmp_path: Path) -> None:
 
 
 def test_torn_and_unknown_lines_are_passed_over(finished: RunStore) -> None:
-    with finished.events.open("a") as events, finished.metrics.open("a") as metrics:
+    with (
+        (finished.path / Log.EVENTS).open("a") as events,
+        (finished.path / Log.METRICS).open("a") as metrics,
+    ):
         events.write('{"kind": "of another version", "at": 1}\n[]\n{"kind": "sta')
         metrics.write('[1, 2]\n{"no": "step"}\n{"step": 451, "lo')
 
@@ -449,7 +452,7 @@ def test_torn_and_unknown_lines_are_passed_over(finished: RunStore) -> None:
 
 
 def test_an_unreadable_job_does_not_hide_the_run(finished: RunStore) -> None:
-    finished.job.write_text("{")
+    (finished.path / Document.JOB).write_text("{")
 
     assert build_report(finished).name == "digits-1"
 

@@ -290,7 +290,7 @@ def test_a_crash_around_a_turn_changes_nothing(make_run: MakeRun, at: int) -> No
     for key in ("loss", "lr", "samples", "items"):
         assert read(broken, key) == read(whole, key)
     weights = load_file(whole.path / Area.MODEL / "model.safetensors")
-    for name, weight in load_file(broken.model / "model.safetensors").items():
+    for name, weight in load_file(broken.path / Area.MODEL / "model.safetensors").items():
         assert torch.equal(weight, weights[name])
 
 

@@ -26,7 +26,7 @@ from yunlu.runs.events import (
     StateChanged,
     WarningRaised,
 )
-from yunlu.runs.run_store import Area, Log, RunStore
+from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.checkpoint import files
@@ -176,7 +176,9 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(make_run: M
 def test_measuring_before_the_plan_changes_nothing_in_the_training(make_run: MakeRun) -> None:
     measured, planned = make_run(steps=8, batch=16), make_run(steps=8, batch=16)
     live(measured.path, task=ObjectTask(model=network(), data=points()))
-    planned.plan.write_bytes(measured.plan.read_bytes())  # this one skips the measuring
+    (planned.path / Document.PLAN).write_bytes(
+        (measured.path / Document.PLAN).read_bytes()
+    )  # this one skips the measuring
     live(planned.path, task=ObjectTask(model=network(), data=points()))
     assert losses(measured) == losses(planned)
 

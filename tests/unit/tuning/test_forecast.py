@@ -23,7 +23,7 @@ from yunlu.tuning.forecast import (
     predict_search,
     predict_study,
 )
-from yunlu.tuning.setup import ask_study
+from yunlu.tuning.setup import make_study_request
 from yunlu.tuning.stages import Stage, count_space, expect_stages, find_stop, makespan_s
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.device_shares import USUAL_POWER
@@ -148,7 +148,7 @@ def test_where_nobody_measured_a_worker_is_asked_once(monkeypatch: pytest.Monkey
         checkpoint_every=100, best_metric="loss", stopping_metric="loss", workers=0, choices=(),
         prediction=Prediction(memory_bytes=0, step_s=1, samples_per_s=8, total_s=100, dollars=None),
     )  # fmt: skip
-    request = ask_study(
+    request = make_study_request(
         name="some", dimensions=(), job=job().model_copy(update={"search": search(trials=50)}),
         metrics=("loss",), directions=("minimize",), rungs=9, trials=8, deadline_s=250.0,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_job_that_no_worker_can_plan_leaves_the_time_open(
     def refuse(_job: Job) -> Plan:
         raise StudyError("no such model")
 
-    request = ask_study(
+    request = make_study_request(
         name="some", dimensions=(), job=job().model_copy(update={"search": search()}),
         metrics=("loss",), directions=("minimize",), rungs=9, trials=8,
     )  # fmt: skip

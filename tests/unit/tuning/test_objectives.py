@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tuning.test_records import make_records
-from yunlu.tuning.setup import ask_study
+from yunlu.tuning.setup import make_study_request
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.objectives import check_failures, find_values
 from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
@@ -13,7 +13,7 @@ from yunlu.tuning.values import TrialState
 
 
 def test_who_names_an_objective_wrongly_is_told_of_cost_and_seconds_too() -> None:
-    request = ask_study(
+    request = make_study_request(
         name="some", dimensions=(), metrics=("loss", "dollars"),
         directions=("minimize", "minimize"), rungs=9,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from yunlu.cli.main import main
 from yunlu.tuning import records as records_module
 from yunlu.tuning.records import Records, create_records, open_study
-from yunlu.tuning.setup import ask_study
+from yunlu.tuning.setup import make_study_request
 from yunlu.tuning.study_dir import (
     StudyDir,
     StudyError,
@@ -55,7 +55,7 @@ def make_records(
 ) -> Records:
     directions = tuple("maximize" if metric == "accuracy" else "minimize" for metric in metrics)
     fields: dict[str, Any] = {"metrics": metrics, "directions": directions, "rungs": 9, **more}
-    request = ask_study(name=name, dimensions=DIMENSIONS, **fields)
+    request = make_study_request(name=name, dimensions=DIMENSIONS, **fields)
     return create_records(StudyDir(studies_home() / name), request)
 
 

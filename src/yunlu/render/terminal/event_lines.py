@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from yunlu.planning.plan import AutotuneTrial, Plan, Prediction
-    from yunlu.render.terminal.run_display import RunProgress
+    from yunlu.render.terminal.run_display import DisplayedProgress
     from yunlu.runs.events import Event
     from yunlu.runs.fold import GroupGeneration
 
@@ -56,7 +56,7 @@ Notice = Incident | TraceWritten | BatchChanged
 GroupEvent = WorkerGroupFormed | WorkerLost | StragglerSeen | CommunicationChosen
 
 
-def describe(event: Event, progress: RunProgress) -> RenderableType | None:
+def describe(event: Event, progress: DisplayedProgress) -> RenderableType | None:
     """Text of an event; None where nothing is shown."""
     row = None
     match event:
@@ -146,7 +146,7 @@ def communication_line(event: CommunicationChosen) -> Text:
     return text.append(f"  {reason}", style="dim") if reason else text
 
 
-def _group_row(event: GroupEvent, progress: RunProgress) -> RenderableType:
+def _group_row(event: GroupEvent, progress: DisplayedProgress) -> RenderableType:
     match event:
         case WorkerGroupFormed():
             return event_row("workers", worker_group_line(event, progress.group_before))
@@ -213,7 +213,7 @@ def prediction_line(predicted: Prediction) -> Text:
     )
 
 
-def evaluation_line(evaluation: Evaluated, progress: RunProgress) -> Text:
+def evaluation_line(evaluation: Evaluated, progress: DisplayedProgress) -> Text:
     """Where it was taken, and every figure."""
     step, width = evaluation.step, len(str(progress.steps))
     epoch = progress.epochs_at(step)

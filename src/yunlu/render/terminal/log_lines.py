@@ -21,7 +21,7 @@ from yunlu.render.terminal.event_lines import (
     worker_group_line,
 )
 from yunlu.render.terminal.page import state_text
-from yunlu.render.terminal.run_display import RunProgress, step_line
+from yunlu.render.terminal.run_display import DisplayedProgress, step_line
 from yunlu.runs.events import (
     CheckpointSaved,
     CommunicationChosen,
@@ -57,7 +57,7 @@ class LogLines:
     """Lines for events, and one for the newest step every few seconds."""
 
     def __init__(self) -> None:
-        self._progress = RunProgress()
+        self._progress = DisplayedProgress()
         self._shown_at = 0.0
 
     def take(self, items: Iterable[FollowedItem]) -> Iterator[Text]:
@@ -84,7 +84,7 @@ def _gist(event: Event, before: GroupGeneration | None) -> Text:
             reason = f"  {event.reason}" if event.reason else ""
             text = Text.assemble(state_text(event.state), (reason, "dim"))
         case Evaluated():
-            text = Text(f"{event.split}  ") + evaluation_line(event, RunProgress())
+            text = Text(f"{event.split}  ") + evaluation_line(event, DisplayedProgress())
         case CheckpointSaved():
             text = Text(f"step {event.step}  {event.path}  {show_bytes(event.bytes)}")
         case PlanMade():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from yunlu.render.terminal.event_lines import describe
-from yunlu.render.terminal.run_display import RunProgress
+from yunlu.render.terminal.run_display import DisplayedProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @contextmanager
 def measure_progress(console: Console) -> Generator[Callable[[Event], None]]:
     """A status line with the current phase; data, model and warnings stay above it."""
-    progress = RunProgress()
+    progress = DisplayedProgress()
     with console.status("starting") as status:
 
         def show(event: Event) -> None:

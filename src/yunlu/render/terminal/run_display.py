@@ -48,7 +48,7 @@ class Display(Protocol):
         ...
 
 
-class RunProgress:
+class DisplayedProgress:
     """Plan, newest step and speed of a run, for a display."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = RunProgress()
+        self._progress = DisplayedProgress()
         self._spinner = Spinner("dots", style=ACCENT)
         self._phase: str | None = "starting the worker"
         self._live = Live(
@@ -225,7 +225,7 @@ class PlainDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = RunProgress()
+        self._progress = DisplayedProgress()
         self._shown_at = 0.0
 
     def show(self, item: FollowedItem) -> None:
@@ -286,7 +286,7 @@ class JsonDisplay:
         """Nothing to close."""
 
 
-def step_line(progress: RunProgress) -> str:
+def step_line(progress: DisplayedProgress) -> str:
     """One line about the newest step."""
     parts = [progress.where(), *(f"{name} {text}" for name, text in progress.figures())]
     parts += [workers] if (workers := progress.workers()) else []

@@ -46,6 +46,7 @@ class ControlClient:
         self._received_at = 0.0
         self._connect_tried_at = 0.0
         self._restarted_at = 0.0
+        self._supervisor: subprocess.Popen[bytes] | None = None
         self._state_read_at = 0.0
         self._was_over = False
 
@@ -118,11 +119,13 @@ class ControlClient:
         now = time.monotonic()
         if now - self.lost_at < after_s or now - self._restarted_at < _RESTART_S:
             return
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            return  # it still starts: on a busy machine more of them would only delay each other
         self._restarted_at = now
         if self.is_over() or self.run.is_claimed(Claim.WORKER):
             return
         with require_local(self.run).open_text_log(WORKER_LOG) as log:
-            subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            self._supervisor = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*SUPERVISOR, self.run.address, "--adopt"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -47,7 +47,7 @@ class PoolNode(Value):
     """Share of time and of memory in use, of each GPU."""
 
 
-class PoolArrival(Value):
+class RequestedNode(Value):
     """A node that was requested and is not there yet."""
 
     kind: str
@@ -102,7 +102,7 @@ class PoolView(Value):
     executor: str | None = None
     limits: str = ""
     nodes: tuple[PoolNode, ...] = ()
-    pending_nodes: tuple[PoolArrival, ...] = ()
+    pending_nodes: tuple[RequestedNode, ...] = ()
     devices: int = 0
     held: int = 0
     dollars_per_hour: float = 0.0

@@ -47,7 +47,7 @@ def make_view(
         "nodes": [
             _node(node, held[node.name], usage_monitor.nodes.get(node.name)) for node in nodes
         ],
-        "arrivals": [
+        "pending_nodes": [
             {
                 "kind": pending_node.kind,
                 "devices": pending_node.devices,

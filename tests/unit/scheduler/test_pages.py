@@ -106,7 +106,7 @@ def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, m
     text = show(page_of(view, now=view["at"]))
     assert f"machines on their way: {cluster.awake} × cloud of 2, in 58" in text
     starts = {run["id"]: run["start_at"] for run in view["runs"]}
-    assert starts == {first.id: None, second.id: view["arrivals"][0]["at"]}
+    assert starts == {first.id: None, second.id: view["pending_nodes"][0]["at"]}
 
     world.dead = {"standing"}  # nothing is there, and everything is to come
     world.processes.clear()

@@ -112,8 +112,8 @@ def test_a_machine_and_its_workers_are_known_until_it_goes(
     assert told is not None
     assert (told.target, told.wanted) == (5, {LOCAL: 3, "far": 2})
     assert server.list_workers() == [
-        {"member": "far.0", "host": "far-host", "pid": 77},
-        {"member": "far.1", "host": "far-host", "pid": 78},
+        {"worker": "far.0", "host": "far-host", "pid": 77},
+        {"worker": "far.1", "host": "far-host", "pid": 78},
     ]
     machine.say(Exited(worker=0, code=-9, detail="ended by SIGKILL"))
     assert [each["pid"] for each in server.list_workers()] == [78]

@@ -257,8 +257,8 @@ def test_a_run_leaves_somebodys_own_model_as_it_was(make_run: MakeRun) -> None:
 def test_what_is_set_is_never_taken_from_what_was_tried(make_run: MakeRun) -> None:
     tried = make_run(epochs=1, batch=20, trial_share=0.0)
     live(tried.path, task=ObjectTask(model=network(), data=points()))
-    kernel = events(tried, PlanMade)[0].kernel
+    kernel = events(tried, PlanMade)[0].plan.kernel
     other = "single" if kernel != "single" else "foreach"
     pinned = make_run(epochs=1, batch=20, trial_share=0.0, optimizer={"kernel": other})
     live(pinned.path, task=ObjectTask(model=network(), data=points()))
-    assert events(pinned, PlanMade)[0].kernel == other
+    assert events(pinned, PlanMade)[0].plan.kernel == other

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from yunlu.scheduler.explanation import Explanation
-    from yunlu.scheduler.pool_view import PoolArrival, PoolNode, PoolRun, PoolView
+    from yunlu.scheduler.pool_view import PoolNode, PoolRun, PoolView, RequestedNode
     from yunlu.scheduler.queue import QueueEntry
 
 _PHASES = {
@@ -46,8 +46,8 @@ def pool_page(view: PoolView, *, now: float) -> RenderableType:
     parts: list[RenderableType] = [_title(view)]
     if view.nodes:
         parts += [_nodes(view), Text("")]
-    if view.arrivals:
-        parts += [Text(_arrivals(view.arrivals, now), style="cyan"), Text("")]
+    if view.pending_nodes:
+        parts += [Text(_pending_nodes(view.pending_nodes, now), style="cyan"), Text("")]
     if view.runs:
         parts.append(_Runs(view, now))
     else:
@@ -151,11 +151,11 @@ def _nodes(view: PoolView) -> Table:
     return table
 
 
-def _arrivals(arrivals: Sequence[PoolArrival], now: float) -> str:
+def _pending_nodes(nodes: Sequence[RequestedNode], now: float) -> str:
     """Number of nodes of each kind that were requested, and when the first is expected."""
     kinds: dict[tuple[str, int], list[float]] = {}
-    for arrival in arrivals:
-        kinds.setdefault((arrival.kind, arrival.devices), []).append(arrival.at)
+    for node in nodes:
+        kinds.setdefault((node.kind, node.devices), []).append(node.at)
     counts = [
         f"{len(at)} × {kind} of {devices}, {_until(min(at), now)}"
         for (kind, devices), at in kinds.items()

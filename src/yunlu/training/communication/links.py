@@ -19,7 +19,7 @@ from yunlu.planning.machine_profile import MessageTime
 from yunlu.training.communication.link_trials import (
     FIRST_BYTES,
     LARGEST_BYTES,
-    TURNS,
+    MAX_MESSAGES,
     LinkTrial,
     typical,
 )
@@ -321,7 +321,7 @@ def _measure_torch(trial: LinkTrial, all_reduce: Callable[[int], object]) -> Mes
     seconds: list[float] = []
     for size in _TORCH_BYTES:
         spans: list[float] = []
-        for _ in range(TURNS if size == _TORCH_BYTES[0] else _ROUNDS):
+        for _ in range(MAX_MESSAGES if size == _TORCH_BYTES[0] else _ROUNDS):
             trial.barrier()
             began = time.perf_counter()
             all_reduce(size)

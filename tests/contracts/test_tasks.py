@@ -193,7 +193,7 @@ class MeanOfMeans(Line):
 
 
 class Pickling(Line):
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         torch.save({"a": 1}, directory / "parts.pt")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.toy_crew import BATCH, ENOUGH
+from tests.distributed.toy_worker_group import BATCH, ENOUGH
 from tests.sample_events import EventT
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.errors import StoreError
@@ -43,7 +43,7 @@ class Voyage:
         words += ["--devices", str(devices), "--spares", str(spares)]
         with (self.run.path / WORKER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
-                [*words, "--node-module", "tests.distributed.toy_crew"],
+                [*words, "--node-module", "tests.distributed.toy_worker_group"],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "YUNLU_BIND": bind},
@@ -307,7 +307,7 @@ def test_a_node_joins_leaves_is_cut_off_and_found_again(
     voyage.start(devices=1, bind="10.117.0.1")
     voyage.wait_generation(1)
     name = far_net()
-    words = [sys.executable, "-m", "tests.distributed.toy_crew", str(voyage.run.path)]
+    words = [sys.executable, "-m", "tests.distributed.toy_worker_group", str(voyage.run.path)]
     words = ["ip", "netns", "exec", name, *words, "--node", "far", "--devices", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     nodes = [subprocess.Popen(words, env=env)]

@@ -16,7 +16,7 @@ import yunlu.training.gradient_noise as noises
 from tests.distributed.parity import Recorder
 from tests.distributed.parity import make_plan as make_usual_plan
 from tests.distributed.ranks import run_world
-from tests.distributed.test_crews import (
+from tests.distributed.test_worker_groups import (
     BATCH,
     Runs,
     events,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import load, read
-from tests.distributed.test_crews import (
+from tests.distributed.test_worker_groups import (
     BATCH,
     Runs,
     events,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.netrig import Rig, why_no_rig
 
-from tests.distributed.test_crews import (
+from tests.distributed.test_worker_groups import (
     FEWER,
     Runs,
     check_run,

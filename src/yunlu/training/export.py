@@ -16,7 +16,7 @@ from yunlu.core.units import show_count, show_number
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
-from yunlu.training.models.initial_weights import describe_start
+from yunlu.training.models.initial_weights import describe_base
 from yunlu.training.quantize import convert_int8
 from yunlu.training.tasks.task import SavesArtifacts
 
@@ -58,7 +58,7 @@ def export(
         if job.train.quantize == "int8":
             convert_int8(model, aside)
         if isinstance(task, SavesArtifacts):
-            task.save_parts(aside)
+            task.save_artifacts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
         (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
         sync_tree(aside)  # a finished run is not resumed: its model must survive a power cut
@@ -154,7 +154,7 @@ def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> s
 
 def _origin(job: Job) -> list[str]:
     """The base model it was fine-tuned from, and how."""
-    start = describe_start(job.model)
+    start = describe_base(job.model)
     if start is None:
         return []
     adapter = job.model.adapter

@@ -273,7 +273,7 @@ def _train(
         while request == "pause":
             if engine.communication.is_excluded:
                 return _wait_excluded(group, trackers, stop)
-            group.go_on_without(engine.communication.excluded)
+            group.continue_without(engine.communication.excluded)
             callbacks = group.callbacks
             request = _run(group, machine)
         if request == "stop":

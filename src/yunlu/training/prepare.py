@@ -156,5 +156,5 @@ def _warn_of_unused_keys(directory: RunStore, job: Job, task: Task) -> None:
         section, name = key.split(".")
         fields = type(getattr(job, section)).model_fields
         is_set = getattr(getattr(job, section), name) != fields[name].default
-        if is_set and key not in task.heeds:
+        if is_set and key not in task.special_keys:
             directory.warn(f"{key} is set, but the task {job.task} does not use it.")

@@ -82,7 +82,7 @@ def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
 def test_a_function_that_returns_nothing_ends_the_study_with_the_reason() -> None:
     with pytest.raises(StudyError, match="failed alike: the function returned nothing"):
         Study(toy_job(), name="nothing").optimize(lambda _: None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(StudyError, match="failed alike: it never came to a number"):
+    with pytest.raises(StudyError, match="failed alike: none of its values is finite"):
         Study(toy_job(), name="endless").optimize(lambda _: float("inf"))
 
 
@@ -99,7 +99,7 @@ def test_a_function_of_ones_own_ends_by_the_clock_and_knows_no_budget(
     study = Study(toy_job(), name="timed").optimize(trial, deadline="4min")
     assert len(study.trials) == 4
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "1")
-    with pytest.raises(StudyError, match="a budget is of runs"):
+    with pytest.raises(StudyError, match="a budget applies to runs"):
         Study(toy_job(), name="priced").optimize(trial, budget=1.0)
 
 
@@ -119,7 +119,7 @@ def test_a_study_that_a_program_carries_out_begins_rests_and_ends() -> None:
     study.optimize(lambda _: 2.0)
     ended = read_view("told")
     assert ended.idle_s >= 3600
-    assert (ended.state, ended.reason) == ("finished", "all trials were begun")
+    assert (ended.state, ended.reason) == ("finished", "all trials were started")
     assert ended.began_at == rested.began_at
     assert ended.ended_at is not None
     assert ended.began_at is not None
@@ -145,7 +145,7 @@ def test_a_study_whose_function_always_fails_has_failed() -> None:
         ({"trials": 0}, "search.trials: expected a whole number above 0, got 0"),
         ({"deadline": "soon"}, "search.deadline: expected a time"),
         ({"parallel": 0}, "search.parallel: expected a whole number above 0"),
-        ({"budget": 5.0}, "a budget is of runs"),
+        ({"budget": 5.0}, "a budget applies to runs"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused_and_forgotten(

@@ -12,9 +12,9 @@ from yunlu.tuning.methods.surrogate import (
     CurveObservations,
     LikelihoodGradient,
     Posterior,
-    ask,
     default_kernel,
     fit_kernel,
+    make_query,
 )
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Dimension, Point, Trial, TrialState
@@ -49,21 +49,23 @@ def test_fitting_finds_which_dimension_matters() -> None:
 def test_what_was_seen_is_known_and_what_lies_ahead_less() -> None:
     seen = _observe()
     posterior = Posterior(seen, fit_kernel(seen, OWNERS))
-    mean, deviation = posterior.tell(seen)
+    mean, deviation = posterior.predict(seen)
     assert np.abs(mean - seen.values).max() < 0.3
     last = np.arange(2, 24, 3)
-    ahead = ask(seen.features[last], np.log(np.full(8, 50.0)), seen.trials[last])
-    assert (posterior.tell(ahead)[1] > deviation[last]).all()
+    ahead = make_query(seen.features[last], np.log(np.full(8, 50.0)), seen.trials[last])
+    assert (posterior.predict(ahead)[1] > deviation[last]).all()
 
 
 def test_believing_in_what_runs_changes_no_mean_but_makes_it_known() -> None:
     seen = _observe()
     posterior = Posterior(seen, default_kernel(OWNERS))
-    runs = ask(np.full((1, 3), 0.5), np.log([20.0]), np.array([8]))
-    near = ask(np.array([[0.5, 0.5, 0.5], [0.1, 0.9, 0.4]]), np.log([20.0, 5.0]), np.array([-1, 2]))
-    mean, deviation = posterior.tell(near)
-    posterior.prior_score(runs)
-    again, surer = posterior.tell(near)
+    runs = make_query(np.full((1, 3), 0.5), np.log([20.0]), np.array([8]))
+    near = make_query(
+        np.array([[0.5, 0.5, 0.5], [0.1, 0.9, 0.4]]), np.log([20.0, 5.0]), np.array([-1, 2])
+    )
+    mean, deviation = posterior.predict(near)
+    posterior.add_pending(runs)
+    again, surer = posterior.predict(near)
     assert again == pytest.approx(mean)
     assert (surer <= deviation + 1e-9).all()
     assert surer[0] < 0.8 * deviation[0]

@@ -60,7 +60,7 @@ def test_who_starts_has_as_good_as_spent_what_a_start_takes(
     allocation.enqueue(7, run)
     assert not limits.pays_for_start()  # for one, but not for another besides
     for state in ("planning", "running"):
-        events.take(StateChanged(state=state))
+        events.apply_event(StateChanged(state=state))
     assert limits.seconds_left() == pytest.approx(12.0)
     assert limits.pays_for_start()
 

@@ -127,7 +127,7 @@ def test_a_trial_that_never_came_to_a_number_has_failed() -> None:
     records.add_point(number, Point(1, (math.nan,), 1.0), at=1.0)
     records.end(number, TrialState.DONE)
     assert records.trial(number).state is TrialState.FAILED
-    assert "not finite" in str(records.facts()[number].error)
+    assert "none of its values is finite" in str(records.facts()[number].error)
 
 
 def test_what_no_longer_holds_of_a_trial_is_forgotten_in_the_file_too() -> None:

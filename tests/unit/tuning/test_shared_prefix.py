@@ -112,12 +112,12 @@ def test_only_evaluations_with_a_checkpoint_that_the_other_makes_too_count() -> 
 
     def make_story(*saved: int, every: int = 10) -> TrialEvents:
         events = TrialEvents()
-        events.take(sample(DataOpened, train=SAMPLES))
-        events.take(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
+        events.apply_event(sample(DataOpened, train=SAMPLES))
+        events.apply_event(sample(PlanMade, batch=BATCH, evaluate_every=every, steps=45))
         for rung, step in steps.items():
-            events.take(sample(Evaluated, rung=rung, step=step))
+            events.apply_event(sample(Evaluated, rung=rung, step=step))
         for step in saved:
-            events.take(sample(CheckpointSaved, step=step, path="a"))
+            events.apply_event(sample(CheckpointSaved, step=step, path="a"))
         return events
 
     events = make_story(10, 20, 45)

@@ -20,7 +20,7 @@ from yunlu.tuning.study_runner.trial_events import TrialEvents
 
 
 def tell(events: TrialEvents, at: float, kind: type[RunEvent], **data: Any) -> None:
-    events.take(sample(kind, at=at, **data))
+    events.apply_event(sample(kind, at=at, **data))
 
 
 def test_device_seconds_follow_lives_and_resizes() -> None:

@@ -115,7 +115,7 @@ def _open_local(
     if rank == site_ranks[0]:
         leader_transport = open_transport([ranks[0] for ranks in sites])
         averaging = WeightAveraging(
-            weights, leader_transport, rules, codec=codec, site_ranks=site_transport
+            weights, leader_transport, rules, codec=codec, site_transport=site_transport
         )
     else:
         averaging = SiteFollower(weights, site_transport, rules)

@@ -150,7 +150,7 @@ class MethodSelector:
         """Record the time of an exchange; whether to measure the links again."""
         if self._monitor is None:
             return False
-        self._monitor = self._monitor.record(exchange_s)
+        self._monitor = self._monitor.note(exchange_s)
         waited_s = time.monotonic() - self._measured_at
         return self._monitor.has_changed and waited_s > self._interval_s
 
@@ -282,7 +282,7 @@ class MethodSelector:
         self._pending_event = {
             "chosen": decision.setting.name,
             "setting": decision.setting.model_dump(),
-            "guarantee": decision.query.guarantee,
+            "guarantee": decision.question.guarantee,
             "reason": "; ".join(filter(None, (decision.reason, self._exclusion_reason))),
             "predicted": decision.chosen.model_dump(exclude={"setting"}),
             "candidates": [

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from yunlu.core.errors import DataError, ModelError, missing_part
 from yunlu.training.models.hf import find_hf_directory, names_hf
-from yunlu.training.models.initial_weights import start_of
+from yunlu.training.models.initial_weights import base_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -230,7 +230,7 @@ def fitting_vocabulary(texts: Sequence[str]) -> int:
 
 def _base_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
     """The tokenizer of the base model: its weights need the same ids."""
-    directory = start_of(model)
+    directory = base_directory(model)
     base = None if directory is None else _exported_tokenizer(directory)
     if directory is None or base is None:
         raise ModelError(

@@ -173,9 +173,9 @@ class Supervisor:
             self._shut_down(is_failed=outcome.state is RunState.FAILED)
         if outcome.switches_to_async:
             return outcome.state
-        reason = {"reason": outcome.reason} if outcome.reason else {}
+        ended = StateChanged(state=outcome.state, reason=outcome.reason or None)
         with suppress(OSError):
-            self.coordinator.reporter.emit(StateChanged(state=outcome.state, **reason))
+            self.coordinator.reporter.emit(ended)
         return outcome.state
 
     def _begin(self) -> None:
@@ -311,11 +311,11 @@ class Supervisor:
         workers, nodes = coordinator.membership.workers, coordinator.membership.nodes
         for worker in workers.values():
             if is_failed:
-                self._server.send(worker.link, Halt(generation=coordinator.generation))
-            self._server.send(worker.link, Leave())
+                self._server.send(worker.connection, Halt(generation=coordinator.generation))
+            self._server.send(worker.connection, Leave())
         successor = ASYNC_NODE if self.switches_to_async else ""
         for node in nodes.values():
-            self._server.send(node.link, Leave(successor=successor))
+            self._server.send(node.connection, Leave(successor=successor))
         if self._node is not None and not nodes[LOCAL].is_ready:
             self._node.kill()  # still loading: no children yet, does not read messages
         deadline = time.monotonic() + _LEAVE_S
@@ -323,7 +323,7 @@ class Supervisor:
         while time.monotonic() < deadline:
             self._server.poll(0.02, on_message=_ignore, on_lost=_ignore)
             node_is_gone = self._node is None or self._node.poll() is not None
-            linked = any(node.link and not node.link.is_closed for node in nodes.values())
+            linked = any(node.connection and not node.connection.is_closed for node in nodes.values())
             if node_is_gone and not linked and not any(_is_running(worker) for worker in local):
                 break
         for worker in local:

@@ -1,4 +1,4 @@
-"""Adapters: a few trained weights beside frozen ones, and the way back to one plain model.
+"""LoRA adapters: low-rank updates beside frozen weights, and merging into the model.
 
 The layers of PEFT replace linear layers in place, so the model keeps its class, its way of being
 called, and stable names for all of its weights.
@@ -30,44 +30,44 @@ _KINDS = "Linear, Conv1d, Conv2d"
 
 
 def add_adapter(model: nn.Module, spec: AdapterSpec, *, new: Collection[str] = ()) -> nn.Module:
-    """Freeze the model and put a low-rank update beside each target (Hu et al. 2021, section 4.1).
+    """Freeze the model and add a low-rank update to each target layer (Hu et al. 2021, section 4.1).
 
-    A head that answers with labels is small and trained whole, and so is every layer that has a
-    weight in ``new``: beside a frozen random matrix there is nothing to adapt.
+    A classification head is small and fully trained, and so is every layer that has a
+    weight in ``new``: a random matrix must not be frozen.
 
     Args:
         model: Changed in place, and returned.
         spec: Rank, scale, dropout and targets.
-        new: Names of weights that no training has touched yet.
+        new: Names of randomly initialised weights.
     """
     peft = _peft()
     fresh = {name.rpartition(".")[0] for name in new}
     targets = _find_targets(model, spec, fresh)
-    whole = (fresh | _label_heads(model)) - set(targets)
+    fully_trained = (fresh | _label_heads(model)) - set(targets)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        # Its fast path reads the weights of its linear layers past whatever replaced them.
+        # Its fast path reads the original weights instead of calling the adapted layers.
         torch.backends.mha.set_fastpath_enabled(False)
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
-        # As one expression: in a list, the name of one layer is also the end of another's.
+        # As one expression: names in a list also match suffixes of other names.
         target_modules="|".join(re.escape(name) for name in targets),
         fan_in_fan_out=_are_transposed(model, targets),
     )
     _inject(peft, config, model, targets)
-    for name in whole:
+    for name in fully_trained:
         model.get_submodule(name).requires_grad_(True)
     return model
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether any layer carries one."""
+    """Whether any layer has an adapter."""
     return next(_adapted(model), None) is not None
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
-    """Add every update to the matrix it stands beside: the plain model again, in place."""
+    """Merge every update into its weight matrix, in place."""
     model.float()
     for name, layer in list(_adapted(model)):
         layer.merge(safe_merge=True)
@@ -78,7 +78,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
 
 
 def save_adapter(model: nn.Module, directory: Path, *, base: str) -> None:
-    """Only what was trained, in the layout that PEFT reads: a small file for a large model."""
+    """Save only the trained weights, in PEFT's format."""
     directory.mkdir()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     tensors = {
@@ -86,14 +86,14 @@ def save_adapter(model: nn.Module, directory: Path, *, base: str) -> None:
         for name, weight in trained.items()
     }
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    written: Any = getattr(model, "peft_config")  # noqa: B009 - PEFT put it there, untyped
-    whole = {name.rpartition(".")[0] for name in trained if ".lora_" not in name}
-    changes = {"base_model_name_or_path": base, "modules_to_save": sorted(whole) or None}
-    replace(written[_NAME], inference_mode=True, **changes).save_pretrained(str(directory))
+    peft_config: Any = getattr(model, "peft_config")  # noqa: B009 - PEFT put it there, untyped
+    fully_trained = {name.rpartition(".")[0] for name in trained if ".lora_" not in name}
+    changes = {"base_model_name_or_path": base, "modules_to_save": sorted(fully_trained) or None}
+    replace(peft_config[_NAME], inference_mode=True, **changes).save_pretrained(str(directory))
 
 
 def find_head(model: nn.Module) -> str | None:
-    """The name of the layer that a plain module ends in, if that is a linear one."""
+    """Name of the last layer of a plain module, if it is linear."""
     name, module = "", model
     while True:
         children = [(key, child) for key, child in module.named_children() if _has_weights(child)]
@@ -118,7 +118,7 @@ def _peft() -> Any:
 def _inject(peft: Any, config: Any, model: nn.Module, targets: list[str]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it corrects its own settings, and says so each time
+            warnings.simplefilter("ignore")  # it warns each time it corrects its own settings
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -134,15 +134,15 @@ def _find_targets(model: nn.Module, spec: AdapterSpec, fresh: set[str]) -> list[
         return [name for name in layers if name in named - fresh] or _refuse(model)
     left_out = fresh | _heads(model)
     linear = [name for name, module in layers.items() if _is_linear(module)]
-    found = [name for name in linear if not _is_within(name, left_out)]
-    return found or _refuse(model)
+    targets = [name for name in linear if not _is_within(name, left_out)]
+    return targets or _refuse(model)
 
 
 def _match(target: str, model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """The layers of this name, or whose name ends so."""
-    found = [name for name in layers if name == target or name.endswith(f".{target}")]
-    if found:
-        return found
+    """Layers with this name or suffix."""
+    matches = [name for name in layers if name == target or name.endswith(f".{target}")]
+    if matches:
+        return matches
     for name, module in model.named_modules():
         if name and (name == target or name.endswith(f".{target}")):
             raise ModelError(
@@ -168,21 +168,21 @@ def _refuse(model: nn.Module) -> list[str]:
 
 
 def _heads(model: nn.Module) -> set[str]:
-    """Layers that turn what the model knows into its answer."""
+    """Output layers."""
     if not is_hf(model):
         return {head} if (head := find_head(model)) else set()
-    writes: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if writes is not None:
-        return {name for name, module in model.named_modules() if module is writes}
+    output_layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if output_layer is not None:
+        return {name for name, module in model.named_modules() if module is output_layer}
     return _label_heads(model)
 
 
 def _label_heads(model: nn.Module) -> set[str]:
     if not is_hf(model):
         return {head} if (head := find_head(model)) else set()
-    writes: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    output_layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
     prefix: Any = getattr(model, "base_model_prefix", "")
-    if writes is not None or not hasattr(model, prefix or "-"):
+    if output_layer is not None or not hasattr(model, prefix or "-"):
         return set()
     return {
         name for name, child in model.named_children() if name != prefix and _has_weights(child)
@@ -198,7 +198,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # The output of torch's own attention is never called: its weight is read, past any adapter.
+    # The output projection of torch's attention is never called: its weight is read directly.
     is_read_only = type(module).__name__ == "NonDynamicallyQuantizableLinear"
     return (isinstance(module, nn.Linear) and not is_read_only) or _is_transposed(module)
 
@@ -208,7 +208,7 @@ def _can_adapt(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2, which keeps its matrix the other way round."""
+    """Whether it is GPT-2's linear layer, with a transposed matrix."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 

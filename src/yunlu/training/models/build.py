@@ -1,4 +1,4 @@
-"""From a model's name to a module: built in, Hugging Face, Keras, or the user's own."""
+"""Building of models by name: built in, Hugging Face, Keras, or the user's own."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def build_model(
     """Build or load the model that ``spec`` names.
 
     Args:
-        spec: The model's name, arguments and whether to load weights.
+        spec: Name and arguments of the model, and whether to load weights.
         builtins: The task's own models by name; each takes ``sizes`` and the user's arguments.
-        sizes: What the data decides, such as ``classes`` or ``vocabulary``.
+        sizes: Sizes given by the data, such as ``classes`` or ``vocabulary``.
         auto_class: The transformers class for this task; without it ``hf:`` models are refused.
-        hf_sizes: What the data decides in a Hugging Face configuration, such as ``num_labels``.
+        hf_sizes: Sizes in a Hugging Face configuration, such as ``num_labels``.
     """
     if spec.name in builtins:
         return _build_builtin(spec, builtins[spec.name], sizes)
     if names_hf(spec.name):
         if auto_class is None:
             raise ModelError(
-                f"{spec.name}: this task takes no Hugging Face models.",
+                f"{spec.name}: this task does not support Hugging Face models.",
                 hint=f"built in: {', '.join(sorted(builtins))}; or your own module:Class",
             )
         return load_hf(spec, auto_class=auto_class, sizes=hf_sizes)
@@ -61,7 +61,7 @@ def build_model(
 
 
 def check_call(model: nn.Module, inputs: Sequence[str]) -> None:
-    """Refuse a module that cannot be called with these inputs by position."""
+    """Check that a module can be called with these inputs by position."""
     try:
         inspect.signature(model.forward).bind(*inputs)
     except TypeError as error:
@@ -84,19 +84,19 @@ def _build_builtin(spec: ModelSpec, builder: Builder, sizes: Mapping[str, Any]) 
 
 def _build_own(spec: ModelSpec, sizes: Mapping[str, Any]) -> nn.Module:
     use_keras_on_torch()  # the user's file may import Keras
-    found = import_object(spec.name)
-    if isinstance(found, nn.Module):
-        return as_module(found, spec.name)
-    if not callable(found):
-        raise ModelError(f"{spec.name} is a {type(found).__name__}, not a class or function.")
-    _check_arguments(spec, found, taken=set())
-    wanted = inspect.signature(found).parameters
-    named = {name: size for name, size in sizes.items() if name in wanted}
-    return as_module(_call(spec, found, {**named, **spec.args}), spec.name)
+    imported = import_object(spec.name)
+    if isinstance(imported, nn.Module):
+        return as_module(imported, spec.name)
+    if not callable(imported):
+        raise ModelError(f"{spec.name} is a {type(imported).__name__}, not a class or function.")
+    _check_arguments(spec, imported, taken=set())
+    parameters = inspect.signature(imported).parameters
+    named = {name: size for name, size in sizes.items() if name in parameters}
+    return as_module(_call(spec, imported, {**named, **spec.args}), spec.name)
 
 
 def _check_arguments(spec: ModelSpec, builder: Callable[..., Any], *, taken: set[str]) -> None:
-    """Refuse arguments the model does not know or of the wrong type, before it is called."""
+    """Check names and types of the arguments, before the model is called."""
     parameters = inspect.signature(builder).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {
@@ -129,7 +129,7 @@ def _check_type(key: str, value: Any, hint: Any) -> None:
     except (PydanticSchemaGenerationError, PydanticUserError):  # a type JSON cannot carry
         return
     try:
-        # JSON mode: a list may stand for a tuple, but "3" does not stand for 3.
+        # JSON mode: accepts a list for a tuple, but not "3" for 3.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
@@ -145,8 +145,8 @@ def _call(spec: ModelSpec, builder: Callable[..., Any], arguments: dict[str, Any
     except YunluError:
         raise
     except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ModelError(
             f"The model {spec.name!r} cannot be built: {type(error).__name__}: {error}",
-            hint=f"it was called with {given or 'no arguments'}",
+            hint=f"it was called with {shown or 'no arguments'}",
         ) from error

@@ -1,4 +1,4 @@
-"""Hugging Face models: configuration and safetensors only; code and pickles in a directory never run."""
+"""Hugging Face models: configuration and safetensors only; never executes code or pickles."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# What a download may bring: no pickles, no code, no copies of the weights in subfolders.
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
-_UNWANTED = ["*/*", "consolidated*"]
-# Aside, because a module cannot carry it without changing what it is.
-_fresh: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+# Files to download: no pickles, no code, no copies of the weights in subfolders.
+_ALLOWED = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_IGNORED = ["*/*", "consolidated*"]
+# Not on the module, which must not change.
+_new_weights: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def names_hf(name: str) -> bool:
@@ -38,33 +38,33 @@ def is_hf(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def fresh_weights(model: nn.Module) -> tuple[str, ...]:
-    """Names of the weights that the loaded files did not have: a new head, a pooler."""
-    return _fresh.get(model, ())
+def new_weights(model: nn.Module) -> tuple[str, ...]:
+    """Names of the weights missing in the loaded files: a new head, a pooler."""
+    return _new_weights.get(model, ())
 
 
 def find_hf_directory(name: str) -> Path:
-    """The local directory of an ``hf:`` name, fetched from the hub where it is not a path."""
-    place = name.removeprefix(_PREFIX)
-    path = Path(place).expanduser()
+    """The local directory of an ``hf:`` name; downloads it from the hub unless it is a path."""
+    target = name.removeprefix(_PREFIX)
+    path = Path(target).expanduser()
     if path.is_dir():
         return path
-    if not _HUB_NAME.fullmatch(place) or place.startswith("."):
+    if not _HUB_NAME.fullmatch(target) or target.startswith("."):
         raise ModelError(f"{name}: there is no directory {path.absolute()}.")
-    return _download(place)
+    return _download(target)
 
 
 def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn.Module:
     """Load the weights, or only the configuration, into the given transformers ``AutoModel``.
 
-    ``sizes`` and then ``spec.args`` override the configuration. Weights come as float32, whatever
-    precision they were stored in: the optimiser needs it, and the plan casts where it pays.
+    ``sizes`` and then ``spec.args`` override the configuration. Weights are float32, whatever
+    the stored precision: the optimiser needs it.
     """
     transformers = _transformers(spec.name)
     directory = find_hf_directory(spec.name)
     config = _read_config(directory, spec, sizes)
     if getattr(config, "transformers_weights", None) is not None:
-        raise ModelError(f"{spec.name}: config.json names its own weights file, which is not read.")
+        raise ModelError(f"{spec.name}: config.json names its own weights file, which is not supported.")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{spec.name} holds quantised weights, which cannot be trained.",
@@ -92,12 +92,12 @@ def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn
     except Exception as error:
         raise ModelError(
             f"{spec.name} cannot be loaded as {auto_class}: {_reason(error)}",
-            hint="check that the directory holds a model of this kind, whole and unaltered",
+            hint="check that the directory holds a complete model of this kind",
         ) from error
     _check_fit(spec, model, report, sizes)
     _match_labels(model, directory, sizes)
     mismatched = {key for key, *_ in report["mismatched_keys"]}
-    _fresh[model] = tuple(sorted({*report["missing_keys"], *mismatched} & set(model.state_dict())))
+    _new_weights[model] = tuple(sorted({*report["missing_keys"], *mismatched} & set(model.state_dict())))
     return model
 
 
@@ -114,13 +114,13 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with transformers
 
     try:
-        found = snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        directory = snapshot_download(name, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED)
     except Exception as error:
         raise ModelError(
             f"hf:{name} is not a directory here and cannot be fetched from the hub: {_reason(error)}",
             hint="check the name and the network, or give the path of a downloaded model",
         ) from error
-    return Path(found)
+    return Path(directory)
 
 
 def _read_config(directory: Path, spec: ModelSpec, sizes: Mapping[str, Any]) -> Any:
@@ -131,10 +131,10 @@ def _read_config(directory: Path, spec: ModelSpec, sizes: Mapping[str, Any]) -> 
             hint="a Hugging Face model directory holds config.json and model.safetensors",
         )
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        config_json = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(written, dict):
+    if not isinstance(config_json, dict):
         raise ModelError(f"{path} does not hold a configuration: it is not an object.")
     try:
         config, unused = _transformers(spec.name).AutoConfig.from_pretrained(
@@ -158,9 +158,9 @@ def _read_config(directory: Path, spec: ModelSpec, sizes: Mapping[str, Any]) -> 
 
 
 def _check_weights(directory: Path) -> None:
-    """The directory must hold its weights as safetensors, and nothing else may be read."""
+    """Check that the directory holds its weights as safetensors."""
     if (directory / "adapter_config.json").is_file():
-        raise ModelError(f"{directory} holds an adapter, not a whole model.")
+        raise ModelError(f"{directory} holds an adapter, not a full model.")
     if any(directory.glob("shard-*-model-*.safetensors")):
         raise ModelError(f"{directory} holds a distributed checkpoint, not an exported model.")
     index = directory / "model.safetensors.index.json"
@@ -194,17 +194,17 @@ def _check_weights(directory: Path) -> None:
 def _check_fit(
     spec: ModelSpec, model: Any, report: dict[str, Any], sizes: Mapping[str, Any]
 ) -> None:
-    """Refuse weights of another shape or another model; only a head for labels may differ."""
+    """Refuse weights of another shape or model; only a classification head may differ."""
     labels = sizes.get("num_labels")
-    for key, stored, wanted in sorted(report["mismatched_keys"]):
-        if labels is None or wanted[:1] != (labels,) or stored[1:] != wanted[1:]:
+    for key, stored, expected in sorted(report["mismatched_keys"]):
+        if labels is None or expected[:1] != (labels,) or stored[1:] != expected[1:]:
             raise ModelError(
                 f"{spec.name}: the weight {key} is {tuple(stored)} in the file, "
-                f"but the configuration asks for {tuple(wanted)}.",
+                f"but the configuration expects {tuple(expected)}.",
                 hint="config.json (or model.args) does not belong to these weights",
             )
-    wanted = set(model.state_dict())
-    if wanted and wanted <= set(report["missing_keys"]):
+    expected = set(model.state_dict())
+    if expected and expected <= set(report["missing_keys"]):
         raise ModelError(
             f"{spec.name}: none of the weights in the file belong to a {type(model).__name__}.",
             hint="set model.pretrained: false to start from random weights",
@@ -212,20 +212,20 @@ def _check_fit(
 
 
 def _match_labels(model: Any, directory: Path, sizes: Mapping[str, Any]) -> None:
-    """Put the rows of the head in the order of the job's labels, where they are the same ones."""
-    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    before = [name for _, name in sorted((written.get("id2label") or {}).items(), key=_by_number)]
+    """Reorder the rows of the head by the job's labels, if they are the same set."""
+    config_json = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    before = [name for _, name in sorted((config_json.get("id2label") or {}).items(), key=_by_number)]
     now = list(sizes.get("id2label", {}).values())
     if before == now or set(before) != set(now) or len(before) != len(now):
         return
     order = [before.index(name) for name in now]
     prefix = f"{model.base_model_prefix}."
-    answers = [
+    heads = [
         module
         for name, module in model.named_modules()
         if getattr(module, "out_features", None) == len(now) and not name.startswith(prefix)
     ]
-    for weight in answers[-1].parameters() if answers else ():
+    for weight in heads[-1].parameters() if heads else ():
         weight.data = weight.data[order].clone()
 
 
@@ -234,6 +234,6 @@ def _by_number(item: tuple[str, str]) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error that may be pages long."""
+    """A short form of a long error message."""
     text = " ".join(str(error).split())
     return f"{text[:300]}…" if len(text) > 300 else text or type(error).__name__

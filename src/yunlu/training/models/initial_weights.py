@@ -1,7 +1,7 @@
-"""Starting from trained weights: an earlier export, what it learned of its data, what is new.
+"""Initial weights for fine-tuning: loading an earlier export and its preprocessing.
 
-Weights mean nothing without the tokenizer, labels and statistics they were trained with. So what
-the start learned is read here for the tasks to reuse, and checked before a step is taken.
+Weights are useless without the tokenizer, labels and statistics they were trained with. These
+artifacts are read here for the tasks to reuse, and checked before the first step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from yunlu.core.errors import ModelError
 from yunlu.core.units import show_count
 from yunlu.training.models.adapter import add_adapter, find_head, has_adapter
-from yunlu.training.models.hf import find_hf_directory, fresh_weights, is_hf, names_hf
+from yunlu.training.models.hf import find_hf_directory, new_weights, is_hf, names_hf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,66 +27,66 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job, ModelSpec
     from yunlu.training.tasks.task import Task
 
-_PARTS = ("preprocessing.json", "tabular.json", "recommendation.json")
-# Labels are matched by name, sizes by the shapes of the weights, a tokenizer by its own words.
+_ARTIFACT_FILES = ("preprocessing.json", "tabular.json", "recommendation.json")
+# Labels are matched by name, sizes by weight shapes, a tokenizer by its vocabulary.
 _MATCHED_ELSEWHERE = {"labels", "max_length", "tokenizer", "length", "height", "width", "target"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOrigin:
-    """Where a model's weights come from, and which of them no training has touched."""
+    """Origin of a model's initial weights, and which of them are random."""
 
     source: str
     taken: int
-    """How many weights were taken over."""
+    """Number of weights loaded."""
     new: tuple[str, ...] = ()
-    """Names of tensors that are new, wholly or in some rows."""
+    """Names of tensors with random values, in full or in some rows."""
     labels: tuple[str, ...] = ()
-    """Labels that the start did not know."""
+    """Labels that the base model does not have."""
     trained: int | None = None
-    """How many weights the adapter trains; without one, all of them."""
+    """Number of weights that the adapter trains; None without an adapter."""
 
     def __str__(self) -> str:
-        words = f"starting from {self.source}: {show_count(self.taken)} weights taken"
+        description = f"starting from {self.source}: {show_count(self.taken)} weights loaded"
         if self.labels:
-            words += f"; new labels: {_listing(self.labels)}"
+            description += f"; new labels: {_listing(self.labels)}"
         if self.new:
-            words += f"; new: {_listing(self.new)}"
+            description += f"; new: {_listing(self.new)}"
         if self.trained is not None:
-            words += f"; lora trains {show_count(self.trained)}"
-        return words
+            description += f"; lora trains {show_count(self.trained)}"
+        return description
 
 
 def load_initial_weights(model: nn.Module, job: Job, task: Task) -> WeightsOrigin | None:
-    """Give the model the weights it is to start from, then its adapter, both in place.
+    """Load the initial weights into the model, then add its adapter, both in place.
 
-    Called once the task has loaded its data and built the model. None where training starts from
-    random weights; refuses a start that does not fit the model or what the task made of the data.
+    Called once the task has loaded its data and built the model. None for random weights; refuses a
+    base model that does not fit the model or the task's preprocessing.
     """
     spec = job.model
-    directory = start_of(spec)
+    directory = base_directory(spec)
     if directory is None:
         if spec.adapter is not None:
             _refuse_random(spec)
             origin = WeightsOrigin(source=spec.name, taken=_count(model))
             return _adapt(model, job, origin)
         return None
-    now = _parts_of(task)
-    before = read_parts(spec)
-    _check_parts(before, now, directory)
+    now = _artifacts_of(task)
+    before = read_artifacts(spec)
+    _check_artifacts(before, now, directory)
     if is_hf(model):
-        origin = _take_hf(model, spec)
+        origin = _loaded_hf_weights(model, spec)
     else:
-        origin = _take(model, directory, before.get("labels") or (), now.get("labels") or ())
+        origin = _load_weights(model, directory, before.get("labels") or (), now.get("labels") or ())
     return origin if spec.adapter is None else _adapt(model, job, origin)
 
 
-def start_of(spec: ModelSpec) -> Path | None:
-    """The directory of the trained weights that the model begins with, if it does."""
+def base_directory(spec: ModelSpec) -> Path | None:
+    """Directory of the initial weights; None for random weights."""
     if names_hf(spec.name):
         if spec.weights is not None:
             raise ModelError(
-                f"model.weights: {spec.name} brings its own weights.",
+                f"model.weights: {spec.name} has its own weights.",
                 hint="name one of them: model.name: hf:DIRECTORY, or a built-in with model.weights",
             )
         return find_hf_directory(spec.name) if spec.pretrained else None
@@ -101,22 +101,22 @@ def start_of(spec: ModelSpec) -> Path | None:
     return directory
 
 
-def read_parts(spec: ModelSpec) -> dict[str, Any]:
-    """What the start learned of its data, as its task exported it; empty where there is nothing.
+def read_artifacts(spec: ModelSpec) -> dict[str, Any]:
+    """Preprocessing artifacts of the base model; empty if there are none.
 
-    For tasks to reuse: weights trained on one normalisation mean something else under another.
+    For tasks to reuse: weights depend on the normalisation they were trained with.
     """
-    directory = start_of(spec)
-    return {} if directory is None else _read_parts(directory)
+    directory = base_directory(spec)
+    return {} if directory is None else _read_artifacts(directory)
 
 
-def describe_start(spec: ModelSpec) -> str | None:
-    """The start in a few words, for cards: the run where it is one, else the directory or name."""
-    place = spec.weights or (spec.name if names_hf(spec.name) and spec.pretrained else None)
-    if place is None:
+def describe_base(spec: ModelSpec) -> str | None:
+    """Short name of the base model, for model cards: its run, directory or name."""
+    base = spec.weights or (spec.name if names_hf(spec.name) and spec.pretrained else None)
+    if base is None:
         return None
-    directory = Path(place.removeprefix("hf:")).expanduser()
-    return _describe(directory) if directory.is_dir() else place
+    directory = Path(base.removeprefix("hf:")).expanduser()
+    return _describe(directory) if directory.is_dir() else base
 
 
 def _adapt(model: nn.Module, job: Job, origin: WeightsOrigin) -> WeightsOrigin:
@@ -129,7 +129,7 @@ def _adapt(model: nn.Module, job: Job, origin: WeightsOrigin) -> WeightsOrigin:
 
 
 def _refuse_random(spec: ModelSpec) -> None:
-    """An adapter beside random weights learns next to nothing, and nobody would see why."""
+    """Refuse an adapter on random weights: it would learn next to nothing."""
     may_be_trained = ":" in spec.name or spec.name.endswith(".keras")
     if names_hf(spec.name) or not may_be_trained:
         raise ModelError(
@@ -138,39 +138,39 @@ def _refuse_random(spec: ModelSpec) -> None:
         )
 
 
-def _take_hf(model: nn.Module, spec: ModelSpec) -> WeightsOrigin:
-    new = fresh_weights(model)
+def _loaded_hf_weights(model: nn.Module, spec: ModelSpec) -> WeightsOrigin:
+    new = new_weights(model)
     state = model.state_dict()
     fresh = sum(state[name].numel() for name in new if name in state)
-    source = describe_start(spec) or spec.name
+    source = describe_base(spec) or spec.name
     return WeightsOrigin(source=source, taken=_count(model) - fresh, new=new)
 
 
-def _take(
+def _load_weights(
     model: nn.Module, directory: Path, before: Sequence[str], now: Sequence[str]
 ) -> WeightsOrigin:
-    stored, wanted = _read_weights(directory), model.state_dict()
-    _check_names(model, stored, wanted, directory)
+    stored, expected = _read_weights(directory), model.state_dict()
+    _check_names(model, stored, expected, directory)
     added = tuple(label for label in now if label not in before)
     new: list[str] = []
     if list(before) != list(now):
         head = _head_of(model, directory, added)
-        for name in [name for name in wanted if name.startswith(f"{head}.")]:
-            rows = _rows_by_label(stored[name], wanted[name], before, now)
+        for name in [name for name in expected if name.startswith(f"{head}.")]:
+            rows = _rows_by_label(stored[name], expected[name], before, now)
             if rows is not None:
                 stored[name] = rows
                 new += [name] if added else []
-    _check_shapes(stored, wanted, directory)
+    _check_shapes(stored, expected, directory)
     model.load_state_dict(stored)
     source = _describe(directory)
-    fresh = sum(wanted[name].numel() * len(added) // max(len(now), 1) for name in new)
+    fresh = sum(expected[name].numel() * len(added) // max(len(now), 1) for name in new)
     return WeightsOrigin(source=source, taken=_count(model) - fresh, new=tuple(new), labels=added)
 
 
 def _describe(directory: Path) -> str:
-    place = directory.absolute()
-    is_run = (place.parent / "events.jsonl").is_file()
-    return f"run {place.parent.name}" if is_run else place.name
+    path = directory.absolute()
+    is_run = (path.parent / "events.jsonl").is_file()
+    return f"run {path.parent.name}" if is_run else path.name
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
@@ -190,31 +190,31 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def _check_names(
-    model: nn.Module, stored: dict[str, Tensor], wanted: dict[str, Tensor], directory: Path
+    model: nn.Module, stored: dict[str, Tensor], expected: dict[str, Tensor], directory: Path
 ) -> None:
-    missing, unknown = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
+    missing, unknown = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
     if not missing and not unknown:
         return
-    said = [f"it lacks {_listing(missing)}"] if missing else []
-    said += [f"it has {_listing(unknown)} besides"] if unknown else []
+    differences = [f"it lacks {_listing(missing)}"] if missing else []
+    differences += [f"it has {_listing(unknown)} besides"] if unknown else []
     raise ModelError(
         f"The weights in {directory} belong to another model than this "
-        f"{type(model).__name__}: {'; '.join(said)}.",
-        hint="model.name and model.args must be those of the start; `yunlu finetune` takes them over",
+        f"{type(model).__name__}: {'; '.join(differences)}.",
+        hint="model.name and model.args must equal the base model's; `yunlu finetune` sets them",
     )
 
 
-def _check_shapes(stored: dict[str, Tensor], wanted: dict[str, Tensor], directory: Path) -> None:
+def _check_shapes(stored: dict[str, Tensor], expected: dict[str, Tensor], directory: Path) -> None:
     other = [
         f"{name} is {tuple(stored[name].shape)} there and {tuple(tensor.shape)} here"
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
         if stored[name].shape != tensor.shape
     ]
     if other:
         raise ModelError(
             f"The weights in {directory} have other shapes: {_listing(other, most=4)}.",
-            hint="model.args, data.max_length and the data's columns must be those of the start; "
-            "`yunlu finetune` takes them over",
+            hint="model.args, data.max_length and the data's columns must equal the base model's; "
+            "`yunlu finetune` sets them",
         )
 
 
@@ -223,9 +223,9 @@ def _head_of(model: nn.Module, directory: Path, added: tuple[str, ...]) -> str:
     if head is None:
         what = f"the labels {_listing(added)} are new" if added else "the labels differ"
         raise ModelError(
-            f"{what}, but {type(model).__name__} does not end in a linear layer, so that the weights "
-            f"for labels cannot be told from the others in {directory}.",
-            hint="use the labels of the start",
+            f"{what}, but {type(model).__name__} does not end in a linear layer, so the weights "
+            f"of the labels in {directory} cannot be identified.",
+            hint="use the labels of the base model",
         )
     return head
 
@@ -233,53 +233,53 @@ def _head_of(model: nn.Module, directory: Path, added: tuple[str, ...]) -> str:
 def _rows_by_label(
     stored: Tensor, fresh: Tensor, before: Sequence[str], now: Sequence[str]
 ) -> Tensor | None:
-    """The head for these labels: rows of known labels taken over, the others as they were drawn."""
+    """The head for these labels: rows of known labels loaded, the others random."""
     fits = stored.shape == (len(before), *fresh.shape[1:]) and len(fresh) == len(now)
     if not fits:
-        return None  # judged with the other shapes
+        return None  # reported with the other shapes
     rows = fresh.clone()
-    place = {label: row for row, label in enumerate(before)}
+    row_of = {label: row for row, label in enumerate(before)}
     for row, label in enumerate(now):
-        if label in place:
-            rows[row] = stored[place[label]].to(rows.dtype)
+        if label in row_of:
+            rows[row] = stored[row_of[label]].to(rows.dtype)
     return rows
 
 
-def _parts_of(task: Task) -> dict[str, Any]:
-    """What the task would export now, as it would be read back."""
-    save: Any = getattr(task, "save_parts", None)
+def _artifacts_of(task: Task) -> dict[str, Any]:
+    """Artifacts that the task would export now, read back."""
+    save: Any = getattr(task, "save_artifacts", None)
     if save is None:
         return {}
     with tempfile.TemporaryDirectory(prefix="yunlu-parts-") as directory:
         save(Path(directory))
-        return _read_parts(Path(directory))
+        return _read_artifacts(Path(directory))
 
 
-def _read_parts(directory: Path) -> dict[str, Any]:
-    for name in _PARTS:
+def _read_artifacts(directory: Path) -> dict[str, Any]:
+    for name in _ARTIFACT_FILES:
         path = directory / name
         if path.is_file():
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                artifacts = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ModelError(f"{path} is not readable JSON: {error}") from error
-            if not isinstance(found, dict):
+            if not isinstance(artifacts, dict):
                 raise ModelError(f"{path} does not hold an object.")
-            return found
+            return artifacts
     return {}
 
 
-def _check_parts(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
-    """Refuse weights that were trained on inputs or outputs of another meaning."""
-    if not before or not now:  # nothing is known of one side: a plain Hugging Face directory
+def _check_artifacts(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    """Refuse weights trained with other preprocessing."""
+    if not before or not now:  # no artifacts on one side: a plain Hugging Face directory
         return
     shared = (before.keys() | now.keys()) - _MATCHED_ELSEWHERE
     other = sorted(key for key in shared if before.get(key) != now.get(key))
     if other:
         raise ModelError(
             f"The model in {directory} was trained with another {', '.join(other)} than this data "
-            "gives, so its weights would be misread.",
-            hint="bring the data into the form of the start's, or train without a start",
+            "has, so its weights do not fit.",
+            hint="convert the data to the base model's form, or train from random weights",
         )
 
 

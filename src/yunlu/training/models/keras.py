@@ -17,37 +17,37 @@ if TYPE_CHECKING:
 
 
 class KerasModule(nn.Module):
-    """A Keras model that obeys ``train()`` and ``eval()``, and whose weights keep their names.
+    """A Keras model with torch's ``train()`` and ``eval()``, and stable weight names.
 
-    Keras reads neither, and counts its names per process, so that a later one could not load them.
+    Keras ignores both, and numbers its names per process, so that another process could not load them.
     """
 
     def __init__(self, keras_model: Any) -> None:
         super().__init__()
         self.weights = nn.ParameterDict(
             {
-                f"{place:04d}/{variable.name}": variable.value
-                for place, variable in enumerate(keras_model.variables)
+                f"{index:04d}/{variable.name}": variable.value
+                for index, variable in enumerate(keras_model.variables)
             }
         )
-        # Past nn.Module's bookkeeping: its weights are registered above, once.
+        # Bypass nn.Module's registration: the weights are registered above.
         object.__setattr__(self, "keras_model", keras_model)
 
     def forward(self, *inputs: Any) -> Any:
-        """Keras takes one structure of inputs; a model of one input gets the first."""
+        """Call the Keras model; a model of one input gets the first."""
         model: Any = self.keras_model
-        wanted = len(getattr(model, "inputs", None) or inputs)
-        given = inputs[0] if wanted == 1 else list(inputs[:wanted])
-        return model(given, training=self.training)
+        count = len(getattr(model, "inputs", None) or inputs)
+        arguments = inputs[0] if count == 1 else list(inputs[:count])
+        return model(arguments, training=self.training)
 
 
 def load_keras(spec: ModelSpec) -> nn.Module:
-    """Load a ``.keras`` file; layers that carry code are refused."""
+    """Load a ``.keras`` file; layers with code are refused."""
     path = Path(spec.name).expanduser()
     if not path.is_file():
         raise ModelError(f"There is no Keras file {path.absolute()}.")
     if not zipfile.is_zipfile(path):
-        raise ModelError(f"{path} is not a .keras file, or a torn one: it is no zip archive.")
+        raise ModelError(f"{path} is not a valid .keras file: it is not a zip archive.")
     if spec.args:
         raise ModelError(
             f"{spec.name}: a .keras file is a finished model and takes no arguments.",
@@ -71,7 +71,7 @@ def load_keras(spec: ModelSpec) -> nn.Module:
 
 
 def as_module(model: Any, name: str) -> nn.Module:
-    """Check that what came back can be trained; wrap it where it is a Keras model."""
+    """Check that a model can be trained; wrap a Keras model."""
     keras: Any = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):
         if keras.config.backend() != "torch":

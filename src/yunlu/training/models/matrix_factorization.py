@@ -1,4 +1,4 @@
-"""Latent factors: how a user and an item agree, learned from their interactions."""
+"""Matrix factorisation: latent factors of users and items."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class MatrixFactorization(nn.Module):
-    """Biases and the product of two embeddings, plus a perceptron over both when ``hidden`` is set.
+    """Biases and the product of two embeddings, plus an MLP over both if ``hidden`` is set.
 
-    Row 0 of each table stands for whoever was not seen in training. It stays zero, so that an
-    unknown user gets the item's bias alone, and the other way round.
+    Row 0 of each table is for users or items not seen in training. It stays zero, so that an
+    unknown user gets only the item's bias, and vice versa.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MatrixFactorization(nn.Module):
         self.interaction = nn.Sequential(*layers, nn.Linear(width, 1)) if layers else None
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Numbers of users and items ``(samples,)`` to one score each."""
+        """Scores of pairs of user and item indices ``(samples,)``."""
         user, item = self.dropout(self.user_factors(users)), self.dropout(self.item_factors(items))
         score = (user * item).sum(dim=-1)
         if self.interaction is not None:

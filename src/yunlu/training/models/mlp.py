@@ -13,8 +13,8 @@ ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tan
 class MLP(nn.Module):
     """Linear layers with an activation between them.
 
-    The last ``len(categories)`` columns of the features are numbers of categories, embedded first;
-    each entry of ``categories`` says how many numbers that column has.
+    The last ``len(categories)`` columns of the features are category indices, which are embedded;
+    each entry of ``categories`` is the number of indices of that column.
     """
 
     def __init__(
@@ -49,6 +49,6 @@ class MLP(nn.Module):
         features = features.flatten(1)
         if self.embeddings:
             numbers = features[:, -len(self.embeddings) :].long()
-            embedded = [table(numbers[:, place]) for place, table in enumerate(self.embeddings)]
+            embedded = [table(numbers[:, index]) for index, table in enumerate(self.embeddings)]
             features = torch.cat([features[:, : -len(self.embeddings)], *embedded], dim=1)
         return self.layers(features)

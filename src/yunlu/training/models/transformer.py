@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mup import STANDARD, WidthRule, damp, find_width_rule, make_norm
+from yunlu.training.models.mup import STANDARD, WidthRule, scale_input, find_width_rule, make_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Attention(nn.Module):
             y_THK = attend_apart(
                 q_BHLK, k_BHSK, v_BHSK, *packed, causal=causal, scale=self.rule.attention_scale
             )
-            return self.out(damp(y_THK.flatten(1), self.rule))
+            return self.out(scale_input(y_THK.flatten(1), self.rule))
         mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
         y_BHLK = functional.scaled_dot_product_attention(
             q_BHLK,
@@ -71,7 +71,7 @@ class Attention(nn.Module):
             is_causal=causal,
             scale=self.rule.attention_scale,
         )
-        return self.out(damp(y_BHLK.transpose(1, 2).flatten(2), self.rule))
+        return self.out(scale_input(y_BHLK.transpose(1, 2).flatten(2), self.rule))
 
     def _split(self, x_BLD: Tensor) -> Tensor:
         # By width, not by number: a worker may hold some of the heads only.
@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Widen, bend, narrow."""
-        return self.down(damp(functional.gelu(self.up(x_BLD)), self.rule))
+        return self.down(scale_input(functional.gelu(self.up(x_BLD)), self.rule))
 
 
 class Block(nn.Module):

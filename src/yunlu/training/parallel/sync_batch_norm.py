@@ -17,7 +17,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from yunlu.training.models.batch_norm import ALONE  # pyright: ignore[reportPrivateUsage]
+from yunlu.training.models.batch_norm import SINGLE_SAMPLE  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -79,7 +79,7 @@ def uncounted() -> Generator[None]:
 
 def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
     all_reduce = _reducers.get(module)
-    alone = bool(module.__dict__.get(ALONE, False))
+    alone = bool(module.__dict__.get(SINGLE_SAMPLE, False))
     if all_reduce is None or not (module.training or alone):
         return type(module).forward(module, values)
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]

@@ -187,7 +187,7 @@ class TaskContract:
         self._build(task)
         if not isinstance(task, SavesArtifacts):
             return
-        task.save_parts(tmp_path)
+        task.save_artifacts(tmp_path)
         for file in (path for path in tmp_path.rglob("*") if path.is_file()):
             assert not file.read_bytes().startswith(b"\x80"), f"{file.name} is a pickle"
             if zipfile.is_zipfile(file):

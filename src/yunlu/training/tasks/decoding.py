@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class GenerativeOutputs:
     """The scores of a batch, and a way to let the model write on its own."""
 
     logits: Tensor

@@ -23,7 +23,7 @@ from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
-from yunlu.training.models.initial_weights import read_parts
+from yunlu.training.models.initial_weights import read_artifacts
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
     LabelledSamples,
@@ -55,7 +55,7 @@ class ImageClassification(SingleLabelTask):
     its own order, a Hugging Face model ``pixel_values``.
     """
 
-    heeds = frozenset({"data.image_size", "train.label_smoothing"})
+    special_keys = frozenset({"data.image_size", "train.label_smoothing"})
 
     def __init__(self) -> None:
         self._by_name = self._channels_last = self._gives_shares = False
@@ -68,7 +68,7 @@ class ImageClassification(SingleLabelTask):
         self._label_smoothing = job.train.label_smoothing
         self._by_name = names_hf(job.model.name)
         self.shape = _choose_shape(job, tables.train, images)
-        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
+        self.labels = Labels.learn(tables.full_train[target], row_of=tables.full_train.source_row)
         train = self._read_part(tables.train, images, target, "training")
         assert train is not None
         self._learn_normalisation(job, train.inputs)
@@ -113,7 +113,7 @@ class ImageClassification(SingleLabelTask):
             items=len(samples),
         )
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn an image into the model's input, and its output into a label."""
         parts = {
             "labels": self.labels.names,
@@ -142,7 +142,7 @@ class ImageClassification(SingleLabelTask):
     def _learn_normalisation(self, job: Job, pictures: ImageArrays | ImageFiles) -> None:
         self._scale = infer_scale(pictures)
         given = read_hf_preprocessor(job.model) if self._by_name else {}
-        start = read_parts(job.model)
+        start = read_artifacts(job.model)
         if "deviation" in start:  # trained weights keep the normalisation they were trained with
             mean, deviation = start["mean"], start["deviation"]
         elif "image_mean" in given and "image_std" in given:

@@ -50,7 +50,7 @@ class KeywordSpotting(SingleLabelTask):
     as ``input_values``.
     """
 
-    heeds = frozenset({"data.max_length", "data.sample_rate", "train.label_smoothing"})
+    special_keys = frozenset({"data.max_length", "data.sample_rate", "train.label_smoothing"})
 
     def __init__(self) -> None:
         self._gives_shares = self._with_mask = False
@@ -63,7 +63,7 @@ class KeywordSpotting(SingleLabelTask):
         self._label_smoothing = job.train.label_smoothing
         self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
         self.front = choose_front(job, tables.train[sounds][0])
-        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
+        self.labels = Labels.learn(tables.full_train[target], row_of=tables.full_train.source_row)
         train = self._read_part(tables.train, sounds, target, "training")
         assert train is not None
         kept = train.inputs.cached
@@ -107,7 +107,7 @@ class KeywordSpotting(SingleLabelTask):
             items=len(samples),
         )
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn a sound into the model's input, and its output into a label."""
         parts = {"labels": self.labels.names, "length": self.length, **self.front.describe()}
         text = json.dumps(parts, indent=2, ensure_ascii=False)

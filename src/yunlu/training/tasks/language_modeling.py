@@ -30,7 +30,7 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import CausalTransformer
-from yunlu.training.tasks.decoding import Answers, extend
+from yunlu.training.tasks.decoding import GenerativeOutputs, extend
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
 from yunlu.training.tasks.text_classification import TEXT_NAMES
@@ -58,7 +58,7 @@ class LanguageModeling:
     """
 
     metric = "perplexity"
-    heeds = frozenset(
+    special_keys = frozenset(
         {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
     )
 
@@ -118,17 +118,17 @@ class LanguageModeling:
             items=int(mask[:, 1:].sum()),
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Answers]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, GenerativeOutputs]:
         """Cross-entropy summed over the tokens."""
         logits = logits_of(call(model, batch))
         loss = loss_sum(logits, batch.targets[0], label_smoothing=self._label_smoothing)
-        return loss, Answers(logits, partial(self._write, model))
+        return loss, GenerativeOutputs(logits, partial(self._write, model))
 
     def scorer(self) -> StreamScorer:
         """Perplexity, bits per byte, accuracy of the next token, and text the model wrote."""
         return StreamScorer(self.tokenizer)
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn text into the model's input and back."""
         save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
 
@@ -177,7 +177,7 @@ class StreamScorer:
         self._nats = self._right = self._tokens = self._bytes = 0.0
         self._examples: list[Example] = []
 
-    def add(self, outputs: Answers, batch: Batch) -> None:
+    def add(self, outputs: GenerativeOutputs, batch: Batch) -> None:
         """Take one batch; on the first, let the model go on from the middle of a block."""
         targets, in_bytes = batch.targets
         if not self._examples:
@@ -199,7 +199,7 @@ class StreamScorer:
             examples=self._examples,
         )
 
-    def _show(self, outputs: Answers, batch: Batch) -> list[Example]:
+    def _show(self, outputs: GenerativeOutputs, batch: Batch) -> list[Example]:
         given = batch.inputs
         ids = (given["input_ids"] if isinstance(given, dict) else given[0])[:_EXAMPLES]
         middle = ids.shape[1] // 2

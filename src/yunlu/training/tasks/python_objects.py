@@ -39,7 +39,7 @@ class ObjectTask:
     named functions of (outputs, targets), averaged over samples.
     """
 
-    heeds = frozenset[str]()
+    special_keys = frozenset[str]()
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class Recommendation:
     """Ratings are predicted (RMSE); bare choices are ranked against items not chosen (AUC)."""
 
     metric = "rmse"
-    heeds = frozenset[str]()
+    special_keys = frozenset[str]()
     _columns: tuple[str, str, str | None]
     _users: dict[str, int]
     _items: dict[str, int]
@@ -143,7 +143,7 @@ class Recommendation:
             return RankingScorer()
         return RegressionScorer(scale=self._std)
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """``recommendation.json``: columns, users and items by number, the scale of ratings."""
         parts = {
             "columns": dict(zip(("user", "item", "rating"), self._columns, strict=True)),

@@ -27,7 +27,7 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.tasks.decoding import Answers, extend, unwrapped
+from yunlu.training.tasks.decoding import GenerativeOutputs, extend, unwrapped
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
 from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
 from yunlu.training.tasks.transcripts import edit_distance
@@ -55,7 +55,7 @@ class Seq2Seq:
     """
 
     metric = "exact_match"
-    heeds = frozenset(
+    special_keys = frozenset(
         {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
     )
 
@@ -138,7 +138,7 @@ class Seq2Seq:
             tokens=len(source) + len(target),
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Answers]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, GenerativeOutputs]:
         """Cross-entropy summed over the target's tokens, each given the true ones before it."""
         if isinstance(batch.inputs, dict):
             # Where a target begins is the model's own convention.
@@ -148,13 +148,13 @@ class Seq2Seq:
             outputs = call(model, batch)
         logits = logits_of(outputs)
         loss = loss_sum(logits, batch.targets, label_smoothing=self._label_smoothing)
-        return loss, Answers(logits, partial(self._write, model))
+        return loss, GenerativeOutputs(logits, partial(self._write, model))
 
     def scorer(self) -> GenerationScorer:
         """Exact match and character error rate of written texts, accuracy of given ones."""
         return GenerationScorer(self.tokenizer)
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn text into the model's input and back."""
         save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
 
@@ -222,7 +222,7 @@ class GenerationScorer:
         self._wrong: list[Example] = []
         self._matched: list[Example] = []
 
-    def add(self, outputs: Answers, batch: Batch) -> None:
+    def add(self, outputs: GenerativeOutputs, batch: Batch) -> None:
         """Count the tokens foretold; let the model write while there are too few texts."""
         self._right += int((outputs.logits.argmax(dim=-1) == batch.targets).sum())
         self._tokens += batch.items

@@ -89,7 +89,7 @@ class SpeechToText:
     """
 
     metric = "cer"
-    heeds = frozenset({"data.max_length", "data.sample_rate"})
+    special_keys = frozenset({"data.max_length", "data.sample_rate"})
 
     def load(self, job: Job) -> Splits:
         """Read sounds and texts; training utterances that cannot be learned are left out."""
@@ -177,7 +177,7 @@ class SpeechToText:
         """Wrong characters, wrong words, and whole transcripts that are right."""
         return TranscriptScorer(self.characters)
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn a sound into the model's input, and its output into text."""
         parts = {
             "characters": {str(code): symbol for code, symbol in self.characters.symbols.items()},

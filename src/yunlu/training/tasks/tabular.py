@@ -15,7 +15,7 @@ from yunlu.core.files import write_atomically
 from yunlu.training.data.features import FeatureMap, find_column, fit_features, is_numeric
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model
-from yunlu.training.models.initial_weights import read_parts
+from yunlu.training.models.initial_weights import read_artifacts
 from yunlu.training.models.mlp import MLP
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum
 from yunlu.training.tasks.task import Batch, Splits, call, logits_of
@@ -73,7 +73,7 @@ class _Tabular(ABC):
             raise DataError(f"column {self._target!r} is both input and target")
         # Models of other makers know nothing of category numbers: they get plain features.
         # Trained weights keep the statistics they were trained with.
-        start = read_parts(job.model)
+        start = read_artifacts(job.model)
         self._features = (
             FeatureMap.model_validate(start["features"])
             if "features" in start
@@ -110,7 +110,7 @@ class _Tabular(ABC):
         )
         return Batch(inputs=(features,), targets=targets, samples=len(targets), items=len(targets))
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """``tabular.json``: columns, statistics, and what the outputs mean."""
         parts = {
             "target": self._target,
@@ -155,7 +155,7 @@ class TabularClassification(_Tabular):
     """Rows to one of the labels seen in training."""
 
     metric = "accuracy"
-    heeds = frozenset({"train.label_smoothing"})
+    special_keys = frozenset({"train.label_smoothing"})
     _labels: list[str]
     _label_smoothing: float
 
@@ -174,7 +174,7 @@ class TabularClassification(_Tabular):
 
     def _prepare(self, job: Job, tables: Tables) -> None:
         self._label_smoothing = job.train.label_smoothing
-        column = tables.whole[self._target]
+        column = tables.full_train[self._target]
         if isinstance(column, np.ndarray) and column.dtype.kind == "f":
             filled = column[~np.isnan(column)]
             fractions = filled[filled != np.round(filled)]
@@ -183,7 +183,7 @@ class TabularClassification(_Tabular):
                     f"column {self._target!r} holds fractions, such as {fractions[0]:g}: not labels",
                     hint="task: tabular-regression predicts numbers",
                 )
-        self._labels = sort_labels(label_words(tables.whole, self._target, "training"))
+        self._labels = sort_labels(label_words(tables.full_train, self._target, "training"))
         if len(self._labels) < 2:
             raise DataError(
                 f"column {self._target!r} has one label only, {self._labels[0]!r}: nothing to tell apart"
@@ -209,7 +209,7 @@ class TabularRegression(_Tabular):
     """Rows to a number; trained on standardised targets, scored in their own units."""
 
     metric = "rmse"
-    heeds = frozenset[str]()
+    special_keys = frozenset[str]()
     _mean: float
     _std: float
 
@@ -228,7 +228,7 @@ class TabularRegression(_Tabular):
 
     def _prepare(self, job: Job, tables: Tables) -> None:
         values = self._numbers(tables.train, "training")
-        start = read_parts(job.model)
+        start = read_artifacts(job.model)
         self._mean = start.get("mean", float(values.mean()))
         self._std = start.get("std", float(values.std()) or 1.0)
 

@@ -140,7 +140,7 @@ class Task(Protocol):
 class SavesArtifacts(Protocol):
     """A task with more to export than weights: labels, a tokenizer, feature statistics."""
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """Write them beside the exported weights; no pickles."""
         ...
 
@@ -149,7 +149,7 @@ class SavesArtifacts(Protocol):
 class DeclaresKeys(Protocol):
     """A task that says which of the special keys of a job it reads, so that none is set in vain."""
 
-    heeds: frozenset[str]
+    special_keys: frozenset[str]
     """Some of ``SPECIAL_KEYS``."""
 
 

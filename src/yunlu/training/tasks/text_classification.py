@@ -71,7 +71,7 @@ class TextClassification(SingleLabelTask):
     A Hugging Face model gets ``input_ids`` and ``attention_mask``; any other ``(ids, mask)``.
     """
 
-    heeds = frozenset(
+    special_keys = frozenset(
         {"data.max_length", "data.tokenizer", "data.vocabulary", "train.label_smoothing"}
     )
 
@@ -86,7 +86,7 @@ class TextClassification(SingleLabelTask):
         texts = texts_of(tables.train, inputs, part="training")
         self._label_smoothing = job.train.label_smoothing
         self._by_name = names_hf(job.model.name)
-        self.labels = Labels.learn(tables.whole[target], row_of=tables.whole.source_row)
+        self.labels = Labels.learn(tables.full_train[target], row_of=tables.full_train.source_row)
         self.tokenizer = choose_tokenizer(job.data, job.model, texts, small="bpe")
         train = encode(self.tokenizer, texts, max_length=fit_length(job, self.tokenizer))
         # Positions beyond the longest training text would never be trained.
@@ -161,7 +161,7 @@ class TextClassification(SingleLabelTask):
         """Accuracy, macro-F1, confusion, and a few texts with their answers."""
         return TextScorer(self.labels.names, self.tokenizer)
 
-    def save_parts(self, directory: Path) -> None:
+    def save_artifacts(self, directory: Path) -> None:
         """How to turn a text into the model's input, and its output into a label."""
         save_tokenizer(
             self.tokenizer, directory, max_length=self.max_length, labels=self.labels.names

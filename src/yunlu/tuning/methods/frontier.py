@@ -23,7 +23,7 @@ from yunlu.tuning.methods.successive_halving import (
     next_milestone,
     rank,
 )
-from yunlu.tuning.methods.surrogate import KernelParams, Posterior, ask, fit_kernel
+from yunlu.tuning.methods.surrogate import KernelParams, Posterior, fit_kernel, make_query
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Continue, EndStudy, Judgement, StartTrial, Verdict, WaitForResults
 
@@ -296,7 +296,7 @@ class _FrontierStep:
         busy = np.flatnonzero(self._running)
         if len(busy):
             times = np.log(np.maximum(table.untils[busy], 1.0))
-            self._posterior.prior_score(ask(table.features[busy], times, busy))
+            self._posterior.add_pending(make_query(table.features[busy], times, busy))
 
     def _pick(self) -> Indices:
         """The trials that the model learns from."""
@@ -323,7 +323,9 @@ class _FrontierStep:
         end = np.minimum(self._rungs, start + np.floor(self._left_s / pace_s + 1e-9))
         rises = may_promote(table, rows, self._milestones, self._knobs.halving) & (end > start)
         end = np.maximum(end, start + 1)
-        mean, deviation = self._posterior.tell(ask(table.features[rows], np.log(end), rows))
+        mean, deviation = self._posterior.predict(
+            make_query(table.features[rows], np.log(end), rows)
+        )
         gains = np.where(rises, self._gain(mean, deviation, end - start, pace_s), 0.0)
         hopes = ((self._best - mean) / deviation)[rows == self._own]
         at = int(np.argmax(gains))
@@ -370,7 +372,7 @@ class _FrontierStep:
         end = np.minimum(self._rungs, np.floor(self._left_s / pace_s + 1e-9))
         ends = np.maximum(end, 1)
         strangers = np.full(len(units), -1, dtype=np.intp)
-        mean, deviation = self._posterior.tell(ask(features, np.log(ends), strangers))
+        mean, deviation = self._posterior.predict(make_query(features, np.log(ends), strangers))
         gains = np.where(end >= 1, self._gain(mean, deviation, ends, pace_s), 0.0)
         belief = self._encoder.prior_score(units)
         return gains * np.exp((belief - belief.max()) * self._knobs.belief / self._table.count)

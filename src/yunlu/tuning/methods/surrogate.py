@@ -194,12 +194,12 @@ class Posterior:
         self._lower = cholesky(covariance, lower=True, check_finite=False, overwrite_a=True)
         self._weights = cho_solve((self._lower, True), seen.values, check_finite=False)
 
-    def believe(self, request: CurveObservations) -> Array:
-        """Hold for seen what is being found out now, at its mean (the "kriging believer").
+    def add_pending(self, request: CurveObservations) -> Array:
+        """Condition on pending points at their mean (the "kriging believer").
 
-        The means stay as they are; only less is gained by finding out the same again.
+        Means do not change; only the gain of evaluating the same point again shrinks.
         """
-        mean, _ = self.tell(request)
+        mean, _ = self.predict(request)
         across = _covary(request, self._seen, self._kernel)
         below = solve_triangular(self._lower, across.T, lower=True, check_finite=False).T
         corner = _covary(request, request, self._kernel) - below @ below.T
@@ -214,19 +214,19 @@ class Posterior:
         self._weights = np.concatenate([self._weights, np.zeros(m)])
         return mean
 
-    def tell(self, request: CurveObservations) -> tuple[Array, Array]:
-        """The mean and the deviation of each value that is asked for, without noise."""
+    def predict(self, request: CurveObservations) -> tuple[Array, Array]:
+        """Mean and deviation of each queried value, without noise."""
         across = _covary(request, self._seen, self._kernel)
         mean = across @ self._weights
         known = solve_triangular(self._lower, across.T, lower=True, check_finite=False)
-        # What makes a trial differ from its setting's promise is no reason to begin one.
+        # The deviation of a trial from its setting's mean is no reason to start one.
         own = float(self._kernel.scales[2:_NOISE].sum())
         prior = float(self._kernel.scales[:2].sum()) + COMMON + own * (request.trials >= 0)
         variance = prior - np.einsum("ij,ij->j", known, known)
         return mean, np.sqrt(np.maximum(variance, 1e-10))
 
 
-def ask(features: Array, times: Array, trials: Indices) -> CurveObservations:
+def make_query(features: Array, times: Array, trials: Indices) -> CurveObservations:
     """Points to predict; a trial that has not started is -1."""
     nothing = np.zeros(len(times))
     return CurveObservations(features, times, trials, nothing, nothing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from tests.unit.training.communication.wired import in_threads, make_wires
+from tests.unit.training.communication.connected import in_threads, make_wires
 
 if TYPE_CHECKING:
     from collections.abc import Callable

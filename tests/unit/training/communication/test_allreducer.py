@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.training.communication.wired import in_threads, make_wires
+from tests.unit.training.communication.connected import in_threads, make_wires
 from yunlu.training.communication.allreduce import ring_allreduce
 from yunlu.training.communication.allreducer import AllReducer, ThreadedAllReducer, TorchAllReducer
 from yunlu.training.communication.transport import LinkLostError, Transport

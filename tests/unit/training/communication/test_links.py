@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.unit.training.communication.wired import in_threads, make_wires
+from tests.unit.training.communication.connected import in_threads, make_wires
 from yunlu.planning.communication.measurements import CodecCost, SharedWork
 from yunlu.planning.communication.method_choice import MethodQuery, choose
 from yunlu.training.communication.codecs.registry import CODECS, make_codec

@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.training.communication.wired import close_all, in_threads, make_wires
+from tests.unit.training.communication.connected import close_all, in_threads, make_wires
 from tests.waiting import LIMIT_S
 from yunlu.training.communication.transport import (
     LinkLostError,

@@ -21,7 +21,7 @@ from yunlu.training.data.tokenizer import BpeTokenizer, ByteTokenizer, choose_to
 from yunlu.training.export import ModelLineage, export
 from yunlu.training.models.initial_weights import (
     WeightsOrigin,
-    describe_start,
+    describe_base,
     load_initial_weights,
 )
 from yunlu.training.tasks.registry import open_task
@@ -196,7 +196,7 @@ def test_without_a_start_nothing_happens(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert load_initial_weights(model, job, task) is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert describe_start(job.model) is None
+    assert describe_base(job.model) is None
 
 
 def test_an_adapted_model_is_exported_plain_with_the_adapter_beside_it(
@@ -285,7 +285,7 @@ def test_trained_weights_keep_the_statistics_they_were_trained_with(
     def learned(task: Any, name: str) -> Any:
         directory = tmp_path / name
         directory.mkdir()
-        task.save_parts(directory)
+        task.save_artifacts(directory)
         (path,) = directory.iterdir()
         return json.loads(path.read_text())[kept]
 

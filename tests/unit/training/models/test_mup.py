@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mup import DampedNorm, find_width_rule
+from yunlu.training.models.mup import ScaledNorm, find_width_rule
 from yunlu.training.models.transformer import (
     Block,
     CausalTransformer,
@@ -77,7 +77,7 @@ def test_at_its_base_width_a_model_is_the_standard_one_to_the_last_bit(kind: str
         torch.equal(a, b) for a, b in zip(plain.parameters(), based.parameters(), strict=True)
     )
     assert torch.equal(answer(plain), answer(based))
-    assert not any(isinstance(module, DampedNorm) for module in based.modules())
+    assert not any(isinstance(module, ScaledNorm) for module in based.modules())
 
 
 def test_without_a_base_blocks_and_first_weights_are_as_they_were() -> None:

@@ -148,7 +148,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import piece_of
+from yunlu.training.parallel.tensor_slices import shard_of
 
 
 def chunk(tensor, ways, number):

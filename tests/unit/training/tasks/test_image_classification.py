@@ -140,7 +140,7 @@ def test_the_exported_parts_tell_how_to_prepare_an_image(tmp_path: Path) -> None
     data = {"train": str(write_images(tmp_path / "data")), "split": {"validation": 0, "test": 0}}
     task, _, _ = train(make_job(data), steps=1)
 
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
 
     parts = json.loads((tmp_path / "preprocessing.json").read_text())
     assert parts["labels"] == ["blue", "red"]

@@ -129,7 +129,7 @@ def test_a_file_that_is_no_sound_stops_the_load_and_is_named(tmp_path: Path) -> 
 def test_the_exported_parts_tell_how_to_prepare_a_sound(tmp_path: Path) -> None:
     task, _, _ = train(make_job(write_tones(tmp_path / "data")), steps=1)
 
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
 
     parts = json.loads((tmp_path / "preprocessing.json").read_text())
     assert parts["labels"] == ["high", "low"]

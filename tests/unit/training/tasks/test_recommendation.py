@@ -182,7 +182,7 @@ def test_a_model_with_other_scores_than_pairs_is_a_model_error() -> None:
 def test_saved_parts_number_users_and_items_as_the_model_does(tmp_path: Path) -> None:
     task, asked = Recommendation(), job("synthetic:films")
     task.load(asked)
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
     saved = json.loads((tmp_path / "recommendation.json").read_text())
     model = task.build(asked)
     assert isinstance(model, MatrixFactorization)

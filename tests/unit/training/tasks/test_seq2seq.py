@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.unit.training.tiny_hf import save_t5
 from yunlu.core.errors import DataError
 from yunlu.spec.job import Job
-from yunlu.training.tasks.decoding import Answers
+from yunlu.training.tasks.decoding import GenerativeOutputs
 from yunlu.training.tasks.seq2seq import Seq2Seq
 from yunlu.training.tasks.task import Batch
 
@@ -116,7 +116,7 @@ def test_wrong_answers_are_counted_by_their_letters(pairs: Path) -> None:
     width = max(map(len, said))
     written = torch.tensor([ids + [tokenizer.eos] * (width - len(ids)) for ids in said])
     logits = torch.zeros(*batch.targets.shape, tokenizer.size)
-    scorer.add(Answers(logits, lambda *_: written), batch)
+    scorer.add(GenerativeOutputs(logits, lambda *_: written), batch)
     result = scorer.result()
     assert result.metrics["exact_match"] == 0.5
     assert result.metrics["character_error_rate"] == 1 / sum(map(len, spelled))
@@ -127,7 +127,7 @@ def test_what_a_model_writes_after_the_end_does_not_count(pairs: Path) -> None:
     task, splits = load(make_job(pairs))
     batch, scorer, eos = task.collate([splits.train[0]]), task.scorer(), task.tokenizer.eos
     logits = torch.zeros(*batch.targets.shape, task.tokenizer.size)
-    scorer.add(Answers(logits, lambda *_: torch.tensor([[eos, 65, 66]])), batch)
+    scorer.add(GenerativeOutputs(logits, lambda *_: torch.tensor([[eos, 65, 66]])), batch)
     assert scorer.result().examples[0].predicted == ""
 
 
@@ -240,7 +240,7 @@ def test_columns_that_cannot_be_told_apart_are_listed(tmp_path: Path) -> None:
 
 def test_what_it_saves_is_enough_to_use_the_model(pairs: Path, tmp_path: Path) -> None:
     task, _ = load(make_job(pairs))
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
     parts = json.loads((tmp_path / "preprocessing.json").read_text())
     assert parts["bos"] == task.tokenizer.bos
     assert (tmp_path / "tokenizer.json").is_file()

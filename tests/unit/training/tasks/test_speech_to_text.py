@@ -202,7 +202,7 @@ def test_the_exported_parts_tell_how_to_read_the_scores(tmp_path: Path) -> None:
     job = make_job({"train": str(write_speech(tmp_path, ["ab", "bc"])), "split": ALL})
     task, _, _ = train(job, epochs=1)
 
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
 
     parts = json.loads((tmp_path / "preprocessing.json").read_text())
     assert parts["characters"] == {"1": "a", "2": "b", "3": "c"}

@@ -181,12 +181,12 @@ def test_label_smoothing_of_the_job_reaches_the_loss() -> None:
 def test_saved_parts_hold_what_inference_needs(tmp_path: Path) -> None:
     classification, regression = TabularClassification(), TabularRegression()
     classification.load(job("sklearn:iris"))
-    classification.save_parts(tmp_path)
+    classification.save_artifacts(tmp_path)
     saved = json.loads((tmp_path / "tabular.json").read_text())
     assert saved["labels"] == ["setosa", "versicolor", "virginica"]
     assert len(saved["features"]["numeric"]) == 4
     regression.load(job("sklearn:diabetes"))
-    regression.save_parts(tmp_path)
+    regression.save_artifacts(tmp_path)
     assert json.loads((tmp_path / "tabular.json").read_text())["std"] > 50
 
 

@@ -246,7 +246,7 @@ def test_a_module_that_takes_other_inputs_is_refused(data: Path, tmp_path: Path)
 
 def test_what_it_saves_is_enough_to_use_the_model(data: Path, tmp_path: Path) -> None:
     task, _ = load(make_job(data))
-    task.save_parts(tmp_path)
+    task.save_artifacts(tmp_path)
     parts = json.loads((tmp_path / "preprocessing.json").read_text())
     assert parts["labels"] == ["bad", "good"]
     assert parts["max_length"] == task.max_length

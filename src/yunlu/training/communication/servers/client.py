@@ -226,7 +226,7 @@ class ServerClient:
                 self.staleness = max(self.staleness, missed_updates)
             data = packed[index]
             # A gradient replaced by another worker's was not sent: keep the previous residual.
-            is_sent = received.reply.outcome == "taken" or received.is_again
+            is_sent = received.reply.outcome == "taken" or received.is_repeated
             if is_sent and data is not None and data[1] is not None:
                 self._feedback.store_residual(str(index), data[1])
         return "taken" if "taken" in outcomes else outcomes[0]

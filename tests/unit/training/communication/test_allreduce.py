@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.training.communication.wired import close_all, in_threads, make_wires
+from tests.unit.training.communication.connected import close_all, in_threads, make_wires
 from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
 from yunlu.training.communication.allreduce.hierarchical import group_by_host
 from yunlu.training.communication.allreduce.rank_group import segments, split_evenly

@@ -17,7 +17,7 @@ from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.progress import ProgressPolicy
+from yunlu.scheduler.policy.allocator import Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class EnoughError(Exception):
 class Timed:
     """The policy, with a clock around it."""
 
-    policy: ProgressPolicy = field(default_factory=ProgressPolicy)
+    policy: Allocator = field(default_factory=Allocator)
     name: str = "yunlu"
     took_s: list[float] = field(default_factory=list[float])
 

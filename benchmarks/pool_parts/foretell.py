@@ -20,7 +20,7 @@ from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.step_times import StepTimes
 from yunlu.lab.simulation.workload import Submission, Workload
 from yunlu.scheduler.policy.fitting import fit_throughput
-from yunlu.scheduler.policy.observations import BatchLimits, Noise, Timing
+from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -128,7 +128,7 @@ def _slow_starts(overheads_s: dict[str, float]) -> Generator[None]:
 
 def _step_times(jobs: Sequence[Lived], devices: int) -> dict[int, float]:
     whole: dict[int, list[float]] = {}
-    timings: list[Timing] = []
+    timings: list[StepTiming] = []
     for job in jobs:
         for seen in job.seen:
             passes = -(-BATCH // seen.devices // seen.local_batch)
@@ -137,7 +137,7 @@ def _step_times(jobs: Sequence[Lived], devices: int) -> dict[int, float]:
             # One pass over all of a device's samples: what is fitted is told in the same terms.
             local = -(-BATCH // seen.devices)
             timings.append(
-                Timing(_TYPE, 1, seen.devices, local, passes * seen.accumulate_s, whole_s)
+                StepTiming(_TYPE, 1, seen.devices, local, passes * seen.accumulate_s, whole_s)
             )
     known = {count: median(times) for count, times in whole.items()}
     if len(known) == devices:
@@ -155,7 +155,7 @@ def _application(name: str, steps: int, most: int, measured: Measured) -> Applic
     curves = {
         (count,): [(-(-BATCH // count), (step_s, 0.0))] for count, step_s in measured.step_s.items()
     }
-    training = Epochs((float(steps),), (float(steps),), (Noise(1.0, 1.0),))
+    training = Epochs((float(steps),), (float(steps),), (GradientNoise(1.0, 1.0),))
     limits = BatchLimits(base=BATCH, most=BATCH, local_least=1, local_most=BATCH, fixed=BATCH)
     return Application(
         name,

@@ -19,7 +19,7 @@ from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -67,12 +67,12 @@ def run_ours(
     trouble: Trouble | None = None,
 ) -> Outcome:
     """One workload under the policy ``yunlu``, with its own defaults."""
-    options = ProgressOptions(learns_from_programs=knowledge.learns_lengths)
+    options = AllocatorOptions(learns_from_programs=knowledge.learns_lengths)
     return simulate(
         read_workload(folder, number, load),
         read_profiles(folder),
         parse_cluster(CLUSTER),
-        ProgressPolicy(options),
+        Allocator(options),
         rules=Rules(is_shared=knowledge.is_shared, declares_length=knowledge.declares_length),
         estimator=Fitter(),
         trouble=trouble or Trouble(),

@@ -20,7 +20,7 @@ from yunlu.scheduler.actions import ActionRunner
 from yunlu.scheduler.clock import SteadyClock
 from yunlu.scheduler.forecast import forecast, with_start
 from yunlu.scheduler.moves import hold_still, is_under_way, plan_moves
-from yunlu.scheduler.policy.staying import stay_near
+from yunlu.scheduler.policy.minimise_moves import minimise_moves
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.run_registry import RunRegistry
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
@@ -193,7 +193,7 @@ class Scheduler:
             modes = self._choose_markets(state, scheduled_runs)
             seen = spot_policy.steer(state, modes)
             decided = self.policy.decide(seen)
-            placements = stay_near(decided.placements, seen.jobs, seen.nodes)
+            placements = minimise_moves(decided.placements, seen.jobs, seen.nodes)
             self.decision = spot_policy.explain(modes, replace(decided, placements=placements))
             self.decided_ms = (time.process_time() - began) * 1e3
             self._scale(state, modes)

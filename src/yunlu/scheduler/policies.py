@@ -28,9 +28,9 @@ class PolicyError(YunluError):
 def open_policy(name: str) -> Policy:
     """The policy of this name, new and without notes."""
     from yunlu.scheduler.policy.baselines import BASELINES  # noqa: PLC0415 (arrays: slow to import)
-    from yunlu.scheduler.policy.progress import ProgressPolicy  # noqa: PLC0415
+    from yunlu.scheduler.policy.allocator import Allocator  # noqa: PLC0415
 
-    known: dict[str, Callable[[], Policy]] = {"yunlu": ProgressPolicy, **BASELINES}
+    known: dict[str, Callable[[], Policy]] = {"yunlu": Allocator, **BASELINES}
     if name in known:
         return known[name]()
     if names_object(name):
@@ -57,8 +57,8 @@ def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     # From there sizes are tried step by step.
     if len(types) <= 1:
         return Fitter(first_devices=first)
-    from yunlu.scheduler.policy.mixed_speed import MixedFitter  # noqa: PLC0415 (as above)
+    from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter  # noqa: PLC0415 (as above)
     from yunlu.scheduler.speed_estimates import catalog_speeds  # noqa: PLC0415 (as above)
 
-    mixed = MixedFitter(types=types, known=catalog_speeds())
+    mixed = CrossTypeFitter(types=types, known=catalog_speeds())
     return replace(mixed, fitter=replace(mixed.fitter, first_devices=first))

@@ -6,12 +6,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.hardware.catalog import load_catalog
-from yunlu.scheduler.policy.mixed_speed import NoForeknowledge
-from yunlu.scheduler.policy.observations import BatchLimits, Noise, Observations, Timing
+from yunlu.scheduler.policy.speed_by_type import NoDeviceTypePrior
+from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise, Observations, StepTiming
 
 if TYPE_CHECKING:
     from yunlu.scheduler.allocation_record import StepTiming
-    from yunlu.scheduler.policy.observations import Estimator, Model
+    from yunlu.scheduler.policy.observations import Estimator, SpeedModel
     from yunlu.scheduler.run_status import ScheduledRun
 
 _SAME = 0.1
@@ -33,9 +33,9 @@ class SpeedEstimates:
 
     def __init__(self, make_estimator: MakeEstimator) -> None:
         self._make_estimator = make_estimator
-        self._own: dict[str, tuple[Timing, ...]] = {}
-        self._alike: dict[str, tuple[Timing, ...]] = {}
-        self._models: dict[str, Model] = {}
+        self._own: dict[str, tuple[StepTiming, ...]] = {}
+        self._alike: dict[str, tuple[StepTiming, ...]] = {}
+        self._models: dict[str, SpeedModel] = {}
 
     def learn(self, scheduled: ScheduledRun) -> None:
         """Take in what a run has shown."""
@@ -48,11 +48,11 @@ class SpeedEstimates:
         """Whether anybody has seen a step of it, or of one alike."""
         return bool(self._own.get(scheduled.id) or self._alike.get(scheduled.entry.signature))
 
-    def tell(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> Model:
+    def tell(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> SpeedModel:
         """The model of one run, in a pool with devices of these types."""
         progress = scheduled.progress
         base = progress.base_batch or _GUESSED_BATCH
-        noise = None if progress.noise is None else Noise(*progress.noise)
+        noise = None if progress.noise is None else GradientNoise(*progress.noise)
         seen = Observations(
             signature=scheduled.entry.signature or scheduled.id,
             limits=_limits(scheduled.entry.most_batch, base, progress.micro_batch),
@@ -79,7 +79,7 @@ def catalog_speeds() -> CatalogSpeeds:
     return CatalogSpeeds()
 
 
-class CatalogSpeeds(NoForeknowledge):
+class CatalogSpeeds(NoDeviceTypePrior):
     """A type that a run has not tried is as much faster as its arithmetic is, where that is known."""
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
@@ -105,8 +105,8 @@ def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:
     return BatchLimits(base=base, most=most, local_most=local_most or most)
 
 
-def _timing(seen: StepTiming) -> Timing:
-    return Timing(
+def _timing(seen: StepTiming) -> StepTiming:
+    return StepTiming(
         device_type=seen.device_type,
         nodes=seen.nodes,
         devices=seen.devices,
@@ -116,7 +116,7 @@ def _timing(seen: StepTiming) -> Timing:
     )
 
 
-def _merge(known: tuple[Timing, ...], new: tuple[Timing, ...]) -> tuple[Timing, ...]:
+def _merge(known: tuple[StepTiming, ...], new: tuple[StepTiming, ...]) -> tuple[StepTiming, ...]:
     """The same object where nothing has really changed: whoever fits models counts on that."""
     by_shape = {timing[:4]: timing for timing in known}
     has_changed = False

@@ -13,7 +13,7 @@ from yunlu.executors.executor import SPOT, name_kind
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.values import BOOT_S
 from yunlu.scheduler.policy.goodput import FittedSpeed
-from yunlu.scheduler.policy.mixed_speed import MixedSpeed
+from yunlu.scheduler.policy.speed_by_type import SpeedByType
 from yunlu.scheduler.policy.values import Reason
 from yunlu.scheduler.spot.values import Mode
 
@@ -266,7 +266,7 @@ def _on_both(speed: Speed) -> Speed:
     """A speed that is the same on spot machines of a type as on others."""
     if isinstance(speed, FittedSpeed):
         return _fitted_on_both(speed)
-    if isinstance(speed, MixedSpeed):
+    if isinstance(speed, SpeedByType):
         more = {f"{name}{SPOT}": _fitted_on_both(result) for name, result in speed.by_type.items()}
         return replace(speed, by_type={**speed.by_type, **more})
     return _OnBoth(speed)

@@ -6,7 +6,7 @@ import pytest
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.observations import BatchLimits, Observations, Timing
+from yunlu.scheduler.policy.observations import BatchLimits, Observations, StepTiming
 from yunlu.scheduler.speed_estimates import CatalogSpeeds
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
@@ -14,7 +14,7 @@ LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
 
 def seen(*types):
     timings = tuple(
-        Timing(name, 1, devices, 32 // devices, 0.1 / devices, 0.1 / devices + 0.01)
+        StepTiming(name, 1, devices, 32 // devices, 0.1 / devices, 0.1 / devices + 0.01)
         for name in types
         for devices in (1, 2)
     )

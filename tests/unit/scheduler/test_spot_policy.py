@@ -10,8 +10,8 @@ from yunlu.executors.executor import Reserve
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.mixed_speed import MixedFitter
-from yunlu.scheduler.policy.observations import BatchLimits, Observations, Timing
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
+from yunlu.scheduler.policy.observations import BatchLimits, Observations, StepTiming
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.speed_estimates import SpeedEstimates
@@ -159,7 +159,7 @@ def test_another_deadline_is_heeded_at_once():
 
 def seen(device_type="gpu"):
     limits = BatchLimits(base=32, most=32, local_most=32, fixed=32)
-    timings = tuple(Timing(device_type, 1, n, 32 // n, 0.1 / n, 0.1 / n + 0.01) for n in (1, 2))
+    timings = tuple(StepTiming(device_type, 1, n, 32 // n, 0.1 / n, 0.1 / n + 0.01) for n in (1, 2))
     return Observations(signature="x", limits=limits, timings=timings)
 
 
@@ -168,7 +168,7 @@ def seen(device_type="gpu"):
     [
         Even(),
         Fitter()(seen(), None),
-        MixedFitter(types=("gpu", "other"))(seen(), None),
+        CrossTypeFitter(types=("gpu", "other"))(seen(), None),
     ],
     ids=["foreign", "one type", "several types"],
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from yunlu.lab.simulation.profiles import Application
     from yunlu.lab.simulation.step_times import Shape
-    from yunlu.scheduler.policy.observations import Batch
+    from yunlu.scheduler.policy.observations import BatchSplit
 
 
 class AskedSpeed:
@@ -29,7 +29,7 @@ class AskedSpeed:
         self._application, self._batch = application, batch
         self._devices_per_node = devices_per_node
         self._steps: dict[tuple[str, int, int], float | None] = {}
-        self._batches: dict[tuple[str, Shape], Batch | None] = {}
+        self._batches: dict[tuple[str, Shape], BatchSplit | None] = {}
 
     @property
     def steps_left(self) -> float:
@@ -55,7 +55,7 @@ class AskedSpeed:
         rates = [self._rate(device_type, int(node), int(count)) for node, count in both]
         return np.array(rates, dtype=np.float64).reshape(both.shape)
 
-    def split(self, device_type: str, shape: Shape) -> Batch | None:
+    def split(self, device_type: str, shape: Shape) -> BatchSplit | None:
         """How the batch is cut up there; None where nothing was measured."""
         key = (device_type, shape)
         if key not in self._batches:
@@ -86,7 +86,7 @@ class AskedSpeed:
         step_s, sync_s = found
         return step_s + (step_s - sync_s) * batch.accumulation
 
-    def _split(self, device_type: str, shape: Shape) -> Batch | None:
+    def _split(self, device_type: str, shape: Shape) -> BatchSplit | None:
         times = self._application.times.get(device_type)
         if times is None:
             return None

@@ -10,7 +10,7 @@ from yunlu.core.imports import make_object, names_object
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,14 +46,14 @@ def _make_baseline(name: str) -> Callable[[], Contestant]:
 
 
 def _make_own() -> Contestant:
-    return Contestant(name="yunlu", policy=ProgressPolicy(), estimator=Fitter(), is_shared=True)
+    return Contestant(name="yunlu", policy=Allocator(), estimator=Fitter(), is_shared=True)
 
 
 def _make_own_blind() -> Contestant:
-    options = ProgressOptions(learns_from_programs=False)
+    options = AllocatorOptions(learns_from_programs=False)
     return Contestant(
         name="yunlu-blind",
-        policy=ProgressPolicy(options),
+        policy=Allocator(options),
         estimator=Fitter(),
         declares_length=False,
     )

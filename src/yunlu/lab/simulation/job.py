@@ -11,7 +11,7 @@ from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.lab.simulation.asked_speed import AskedSpeed
 from yunlu.lab.simulation.notes import Notes
 from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.observations import Batch, Timing, clamp_batch, split_batch
+from yunlu.scheduler.policy.observations import BatchSplit, StepTiming, clamp_batch, split_batch
 from yunlu.scheduler.policy.values import Demand
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.lab.simulation.profiles import Application
     from yunlu.lab.simulation.rules import Fate, Rules, Trouble
     from yunlu.lab.simulation.workload import Submission
-    from yunlu.scheduler.policy.observations import Estimator, Model, Noise
+    from yunlu.scheduler.policy.observations import Estimator, SpeedModel, GradientNoise
     from yunlu.scheduler.policy.values import Speed
 
 _OVERRUN = 0.05
@@ -56,7 +56,7 @@ class SimulatedJob:
         self._fate = fate
         self._types = frozenset(application.times)
         self._notes = Notes(application.name, application.limits, submission.asked_batch, shelf)
-        self._model: Model | None = None
+        self._model: SpeedModel | None = None
         self._modelled: object = None
         self._asked_speed = AskedSpeed(application, submission.asked_batch, devices_per_node)
         self._epoch = 0
@@ -64,11 +64,11 @@ class SimulatedJob:
         self._shape: tuple[int, ...] = ()
         self._devices = 0
         self._device_type = ""
-        self._batch = Batch(0)
+        self._batch = BatchSplit(0)
         self._rate = 0.0
         self._is_stale = True
         """Whether the rate must be found anew."""
-        self._news: tuple[Timing, Noise] | None = None
+        self._news: tuple[StepTiming, GradientNoise] | None = None
         """What its next step will show; nobody may know it before."""
         self._restart_left_s: float = 0
         self._held_since: float | None = None
@@ -232,7 +232,7 @@ class SimulatedJob:
             self._rate /= self._slowdown
         self._is_stale = False
         key = (self._device_type, len(self._shape), self._devices, batch.local)
-        timing = Timing(*key, accumulate_s * self._slowdown, step_s * self._slowdown)
+        timing = StepTiming(*key, accumulate_s * self._slowdown, step_s * self._slowdown)
         self._news = (timing, noise)
 
     def _note(self) -> bool:
@@ -273,7 +273,7 @@ class SimulatedJob:
         self._asked_speed.epoch = self._epoch
         return self._asked_speed
 
-    def _make_model(self, estimator: Estimator) -> Model:
+    def _make_model(self, estimator: Estimator) -> SpeedModel:
         seen = self._notes.read()
         if self._model is None or seen is not self._modelled:
             self._model, self._modelled = estimator(seen, self._model), seen

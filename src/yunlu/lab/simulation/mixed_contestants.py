@@ -8,8 +8,8 @@ from yunlu.lab.simulation.contestants import Contestant
 from yunlu.lab.simulation.mixed import BELIEVED_RESTART_S, load_knowledge
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.sia import Sia
-from yunlu.scheduler.policy.mixed_speed import MixedFitter
-from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
+from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,8 +42,8 @@ def make_mixed_contestant(
     is_blind = name == "yunlu-blind"
     return Contestant(
         name=name,
-        policy=ProgressPolicy(ProgressOptions(learns_from_programs=not is_blind)),
-        estimator=MixedFitter(types=types, known=known),
+        policy=Allocator(AllocatorOptions(learns_from_programs=not is_blind)),
+        estimator=CrossTypeFitter(types=types, known=known),
         is_shared=not is_blind,
         declares_length=not is_blind,
     )

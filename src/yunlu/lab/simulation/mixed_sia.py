@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from yunlu.lab.simulation.mixed import TableKnowledge
     from yunlu.scheduler.policy.goodput import Throughput
-    from yunlu.scheduler.policy.observations import Batch, BatchLimits, Model, Observations, Timing
+    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, SpeedModel, Observations, StepTiming
 
 _LEAP = 2
 _MOST_DEVICES = 64
@@ -59,7 +59,7 @@ class SiaSpeed:
         told = self.fits[source].goodput(source, nodes_there, devices_there) * ratio
         return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
 
-    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch to run with, within what fits that shape."""
         most = self.estimator.known.local_most(self.seen, device_type, nodes, devices)
         limits = self.estimator.known.limits(self.seen, device_type)
@@ -82,7 +82,7 @@ class SiaEstimator:
     node_devices: Mapping[str, int]
     """Devices per node of each type; the order is that in which types are projected from."""
 
-    def __call__(self, seen: Observations, before: Model | None) -> SiaSpeed:
+    def __call__(self, seen: Observations, before: SpeedModel | None) -> SiaSpeed:
         """Fit each type the job has run on."""
         last = before if isinstance(before, SiaSpeed) else None
         throughputs = self._fit(seen, last)
@@ -103,7 +103,7 @@ class SiaEstimator:
             known = {name: fit.throughputs[name] for name, fit in last.fits.items()}
             if last.seen.timings is seen.timings:
                 return known
-        by_type: dict[str, list[Timing]] = {}
+        by_type: dict[str, list[StepTiming]] = {}
         for timing in seen.timings:
             by_type.setdefault(timing.device_type, []).append(timing)
         for name, timings in by_type.items():
@@ -143,7 +143,7 @@ class SiaEstimator:
         return most
 
 
-def _tells(throughput: Throughput, timings: list[Timing]) -> bool:
+def _tells(throughput: Throughput, timings: list[StepTiming]) -> bool:
     """Whether a model tells these timings so well that another fit would change nothing."""
     nodes, devices, local, step_s = (
         np.array([timing[at] for timing in timings]) for at in (1, 2, 3, 5)

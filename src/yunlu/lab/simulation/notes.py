@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.policy.observations import NoisePoint, Observations, Timing
+from yunlu.scheduler.policy.observations import NoisePoint, Observations, StepTiming
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.policy.observations import Batch, BatchLimits, Noise
+    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, GradientNoise
 
 Key = tuple[str, int, int, int]
 _REPEATS = 4
@@ -19,14 +19,14 @@ _REPEATS = 4
 class Shelf:
     """What all jobs of one application have seen."""
 
-    timings: dict[Key, Timing] = field(default_factory=dict[Key, Timing])
+    timings: dict[Key, StepTiming] = field(default_factory=dict[Key, StepTiming])
     noise: dict[int, NoisePoint] = field(default_factory=dict[int, NoisePoint])
     version: int = 0
-    _timings: tuple[Timing, ...] = ()
+    _timings: tuple[StepTiming, ...] = ()
     _noise: tuple[NoisePoint, ...] = ()
     _stale: tuple[bool, bool] = (False, False)
 
-    def add_timing(self, key: Key, timing: Timing) -> None:
+    def add_timing(self, key: Key, timing: StepTiming) -> None:
         """The first of a configuration counts: what a job has fitted should not shake."""
         if key not in self.timings:
             self.timings[key] = timing
@@ -40,7 +40,7 @@ class Shelf:
             self.version += 1
             self._stale = (self._stale[0], True)
 
-    def read(self) -> tuple[tuple[Timing, ...], tuple[NoisePoint, ...]]:
+    def read(self) -> tuple[tuple[StepTiming, ...], tuple[NoisePoint, ...]]:
         """Both; the very same objects while nothing is added to them."""
         timings, noise = self._stale
         if timings:
@@ -59,16 +59,16 @@ class Notes:
     ) -> None:
         self._signature, self._limits, self._shelf = signature, limits, shelf
         self._asked_batch = asked_batch
-        self._timings: dict[Key, tuple[Timing, int]] = {}
-        self._noise: Noise | None = None
+        self._timings: dict[Key, tuple[StepTiming, int]] = {}
+        self._noise: GradientNoise | None = None
         self._history: dict[int, NoisePoint] = {}
-        self._own: tuple[tuple[Timing, ...], tuple[NoisePoint, ...]] = ((), ())
+        self._own: tuple[tuple[StepTiming, ...], tuple[NoisePoint, ...]] = ((), ())
         self._stale = [False, False]
         self._shelf_version = -1
         self._seen: Observations | None = None
 
     def add(
-        self, timing: Timing, noise: Noise, *, epoch: int, done: float, batch: Batch, averages: bool
+        self, timing: StepTiming, noise: GradientNoise, *, epoch: int, done: float, batch: BatchSplit, averages: bool
     ) -> None:
         """Note one measurement."""
         key: Key = timing[:4]
@@ -120,7 +120,7 @@ class Notes:
         return self._seen
 
 
-def _mean(known: Timing, count: int, more: Timing) -> Timing:
+def _mean(known: StepTiming, count: int, more: StepTiming) -> StepTiming:
     return known._replace(
         accumulate_s=(known.accumulate_s * count + more.accumulate_s) / (count + 1),
         step_s=(known.step_s * count + more.step_s) / (count + 1),

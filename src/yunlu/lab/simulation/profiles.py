@@ -17,7 +17,7 @@ from yunlu.core.errors import did_you_mean
 from yunlu.lab.simulation.pipelines import load_pipeline_times
 from yunlu.lab.simulation.step_times import StepTimes, load_step_times
 from yunlu.lab.simulation.tables import SimulationError, read_number, read_rows
-from yunlu.scheduler.policy.observations import BatchLimits, Noise
+from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ class Epochs:
     progress: tuple[float, ...]
     """Steps of the base batch that would have brought it as far."""
     steps: tuple[float, ...]
-    noise: tuple[Noise, ...]
+    noise: tuple[GradientNoise, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Application:
     """Progress at the start of each epoch and at the end of the last."""
     stages: Mapping[str, int] = field(default_factory=dict[str, int])
     """By type of devices: how many hold one copy of the model, where that is more than one."""
-    _noise: dict[tuple[int, int], Noise] = field(default_factory=dict[tuple[int, int], Noise])
+    _noise: dict[tuple[int, int], GradientNoise] = field(default_factory=dict[tuple[int, int], GradientNoise])
 
     @property
     def multiple(self) -> int:
@@ -92,14 +92,14 @@ class Application:
         """Progress at its end."""
         return self.ends[self.epochs]
 
-    def noise(self, batch: int, epoch: int) -> Noise:
+    def noise(self, batch: int, epoch: int) -> GradientNoise:
         """Statistics in an epoch, linear in the batch between measured trainings."""
         key = (batch, epoch)
         known = self._noise.get(key)
         if known is None:
             low, high = self._around(batch)
             below, above = self.trainings[low].noise[epoch], self.trainings[high].noise[epoch]
-            known = Noise(
+            known = GradientNoise(
                 _between(batch, low, high, below.sqr, above.sqr),
                 _between(batch, low, high, below.var, above.var),
             )
@@ -241,7 +241,7 @@ def _load_training(path: Path) -> Epochs:
     if any(later <= earlier for earlier, later in zip((0.0, *progress), progress, strict=False)):
         raise SimulationError(f"{path}: progress does not grow from row to row.")
     return Epochs(
-        progress, tuple(row[1] for row in rows), tuple(Noise(row[2], row[3]) for row in rows)
+        progress, tuple(row[1] for row in rows), tuple(GradientNoise(row[2], row[3]) for row in rows)
     )
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.policy.placing import Want, place
+from yunlu.scheduler.policy.placement import PlacementRequest, place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.scheduler.policy.mixed_shapes import Shapes
+    from yunlu.scheduler.policy.shapes import ShapeTable
     from yunlu.scheduler.policy.values import Demand
 
 
 def place_shapes(
-    jobs: Sequence[Demand], picks: Sequence[int | None], shapes: Shapes
+    jobs: Sequence[Demand], picks: Sequence[int | None], shapes: ShapeTable
 ) -> dict[str, Placement]:
     """Where each job is, whose shape is not None. The shapes fit their kinds by number."""
     placements: dict[str, Placement] = {}
     for at, kind in enumerate(shapes.kinds):
         own = {node.name for node in kind.nodes}
-        wants: list[Want] = []
+        wants: list[PlacementRequest] = []
         for job, pick in zip(jobs, picks, strict=True):
             if pick is None or shapes.kind[pick] != at:
                 continue
@@ -29,7 +29,7 @@ def place_shapes(
             is_same = job.held.devices == devices and job.held.nodes == nodes
             is_here = all(name in own for name, _ in job.held.shares)
             wants.append(
-                Want(
+                PlacementRequest(
                     id=job.id,
                     devices=devices,
                     held=job.held,

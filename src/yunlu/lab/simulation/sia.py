@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.lab.simulation.shape_placement import place_shapes
-from yunlu.scheduler.policy.mixed_shapes import Shapes, allow, group_kinds, lay_out
-from yunlu.scheduler.policy.mixed_speed import tell_goodput_table
+from yunlu.scheduler.policy.shapes import ShapeTable, allow_shapes, group_nodes, lay_out_groups
+from yunlu.scheduler.policy.speed_by_type import tabulate_goodputs
 from yunlu.scheduler.policy.values import Decision
 
 if TYPE_CHECKING:
@@ -42,24 +42,24 @@ class Sia:
 
     def decide(self, state: PoolState) -> Decision:
         """Who holds what from now on."""
-        kinds = group_kinds(state.nodes)
+        kinds = group_nodes(state.nodes)
         if not kinds or not state.jobs:
             return Decision(placements={})
         fixed = {job.min_devices for job in state.jobs if job.min_devices == job.max_devices}
-        shapes = lay_out(kinds, fixed)
+        shapes = lay_out_groups(kinds, fixed)
         kind_of = {node.name: at for at, kind in enumerate(kinds) for node in kind.nodes}
         held = [shapes.find(job.held, kind_of) for job in state.jobs]
         cost = self._cost(state, shapes, held)
         picks = _solve(cost, shapes, held, [job.is_pinned for job in state.jobs])
         return Decision(placements=place_shapes(state.jobs, picks, shapes))
 
-    def _cost(self, state: PoolState, shapes: Shapes, held: Sequence[int | None]) -> Floats:
+    def _cost(self, state: PoolState, shapes: ShapeTable, held: Sequence[int | None]) -> Floats:
         """Of each shape to each job, less that of waiting; ``inf`` where it cannot run."""
         types = [shapes.kinds[kind].type for kind in shapes.kind]
-        goodput = tell_goodput_table(
+        goodput = tabulate_goodputs(
             state.jobs, types, shapes.nodes.tolist(), shapes.devices.tolist()
         )
-        goodput = np.where(allow(state.jobs, shapes), goodput, 0.0)
+        goodput = np.where(allow_shapes(state.jobs, shapes), goodput, 0.0)
         cost = np.full(goodput.shape, np.inf)
         for row, job in enumerate(state.jobs):
             valid = goodput[row] > 0
@@ -88,7 +88,7 @@ class Sia:
 
 
 def _solve(
-    cost: Floats, shapes: Shapes, held: Sequence[int | None], pinned: Sequence[bool]
+    cost: Floats, shapes: ShapeTable, held: Sequence[int | None], pinned: Sequence[bool]
 ) -> list[int | None]:
     """The cheapest choice of at most one shape per job within the capacity of each kind."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415 (slow to import)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.deviation import learn_deviation
+from yunlu.scheduler.policy.residual_model import fit_residuals
 from yunlu.scheduler.policy.goodput import FittedSpeed, Throughput
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.observations import Model, Noise, NoisePoint, Observations, Timing
+    from yunlu.scheduler.policy.observations import SpeedModel, GradientNoise, NoisePoint, Observations, StepTiming
 
     Floats = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class Fitter:
     first_devices: int = 4
     """The largest size for a program that nobody has seen."""
 
-    def __call__(self, seen: Observations, before: Model | None) -> FittedSpeed:
+    def __call__(self, seen: Observations, before: SpeedModel | None) -> FittedSpeed:
         """The model of a job, from its own timings and those of its program."""
         last = before if isinstance(before, FittedSpeed) else None
         if last is not None and last.timings is seen.timings and last.shared is seen.shared_timings:
@@ -65,7 +65,7 @@ class Fitter:
         )
 
 
-def fit_throughput(timings: Sequence[Timing]) -> Throughput:
+def fit_throughput(timings: Sequence[StepTiming]) -> Throughput:
     """The seven parameters that tell these timings best, and what they are off by.
 
     All timings are of one type of device.
@@ -73,33 +73,33 @@ def fit_throughput(timings: Sequence[Timing]) -> Throughput:
     return _correct(_fit(tuple(_thin(timings))), timings)
 
 
-def _renew(before: Throughput | None, timings: Sequence[Timing]) -> Throughput:
+def _renew(before: Throughput | None, timings: Sequence[StepTiming]) -> Throughput:
     """The formula as it was while it tells the timings; what it is off by is learnt from all."""
     if before is None or not _tells(before, timings):
         return fit_throughput(timings)
     return _correct(before, timings)
 
 
-def _merge(shared: Sequence[Timing], own: Sequence[Timing]) -> list[Timing]:
+def _merge(shared: Sequence[StepTiming], own: Sequence[StepTiming]) -> list[StepTiming]:
     """One timing of each configuration; the job's own goes first."""
     found = {_key(timing): timing for timing in shared}
     found.update((_key(timing), timing) for timing in own)
     return [found[key] for key in sorted(found)]
 
 
-def _key(timing: Timing) -> tuple[str, int, int, int]:
+def _key(timing: StepTiming) -> tuple[str, int, int, int]:
     return timing.device_type, timing.nodes, timing.devices, timing.local_batch
 
 
-def _fit_types(merged: Sequence[Timing], last: FittedSpeed | None) -> dict[str, Throughput]:
-    by_type: dict[str, list[Timing]] = {}
+def _fit_types(merged: Sequence[StepTiming], last: FittedSpeed | None) -> dict[str, Throughput]:
+    by_type: dict[str, list[StepTiming]] = {}
     for timing in merged:
         by_type.setdefault(timing.device_type, []).append(timing)
     known = last.throughputs if last else {}
     return {name: _renew(known.get(name), timings) for name, timings in by_type.items()}
 
 
-def _tells(throughput: Throughput, timings: Sequence[Timing]) -> bool:
+def _tells(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
     """Whether the model knows every shape of these timings, and how long its steps take."""
     points = _Points.of(timings)
     known = throughput.measured
@@ -112,17 +112,17 @@ def _tells(throughput: Throughput, timings: Sequence[Timing]) -> bool:
     return bool(np.all(np.abs(np.log(told / points.step_s)) < _WELL_TOLD))
 
 
-def _first_noise(points: Sequence[NoisePoint]) -> Noise | None:
+def _first_noise(points: Sequence[NoisePoint]) -> GradientNoise | None:
     """What the noise of other jobs was when they began."""
     return min(points, key=lambda point: point.done).noise if points else None
 
 
-def _thin(timings: Sequence[Timing]) -> list[Timing]:
+def _thin(timings: Sequence[StepTiming]) -> list[StepTiming]:
     """Of each shape a few batch sizes, evenly spread."""
-    shapes: dict[tuple[int, int], list[Timing]] = {}
+    shapes: dict[tuple[int, int], list[StepTiming]] = {}
     for timing in sorted(timings, key=_key):
         shapes.setdefault((timing.nodes, timing.devices), []).append(timing)
-    kept: list[Timing] = []
+    kept: list[StepTiming] = []
     for group in shapes.values():
         count = min(len(group), _MOST_PER_SHAPE)
         kept.extend(group[i] for i in sorted(set(np.linspace(0, len(group) - 1, count, dtype=int))))
@@ -138,7 +138,7 @@ class _Points:
     step_s: Floats
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> _Points:
+    def of(cls, timings: Sequence[StepTiming]) -> _Points:
         return cls(
             nodes=np.array([timing.nodes for timing in timings], dtype=np.int64),
             devices=np.array([timing.devices for timing in timings], dtype=np.int64),
@@ -149,7 +149,7 @@ class _Points:
 
 
 @lru_cache(maxsize=4096)
-def _fit(timings: tuple[Timing, ...]) -> Throughput:
+def _fit(timings: tuple[StepTiming, ...]) -> Throughput:
     from scipy.optimize import minimize  # noqa: PLC0415  (takes a while to import)
 
     points = _Points.of(timings)
@@ -246,13 +246,13 @@ def _finish(fitted: Floats, points: _Points) -> Throughput:
     return _name(fitted)
 
 
-def _correct(throughput: Throughput, timings: Sequence[Timing]) -> Throughput:
+def _correct(throughput: Throughput, timings: Sequence[StepTiming]) -> Throughput:
     """With what the formula is off by, wherever it was measured."""
     plain = replace(throughput, measured=None)
     points = _Points.of(timings)
     at = points.nodes, points.devices, points.local
     off = np.log(points.step_s / plain.tell_step_s(*at, np.zeros_like(points.local)))
-    return replace(plain, measured=learn_deviation(*at, off))
+    return replace(plain, measured=fit_residuals(*at, off))
 
 
 def _name(fitted: Floats) -> Throughput:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.scheduler.policy.observations import (
-    Batch,
+    BatchSplit,
     BatchLimits,
     clamp_batch,
     starting_batch,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.deviation import Deviation
-    from yunlu.scheduler.policy.observations import Noise, Timing
+    from yunlu.scheduler.policy.residual_model import ResidualModel
+    from yunlu.scheduler.policy.observations import GradientNoise, StepTiming
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -54,7 +54,7 @@ class Throughput:
     link_s: float
     link_s_per_device: float
     overlap: float
-    measured: Deviation | None = None
+    measured: ResidualModel | None = None
     """How much longer steps really took than the formula says."""
 
     def tell_gradient_s(self, local: Floats) -> Floats:
@@ -83,7 +83,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class ShapeList:
     """Ways to hold devices that are worth a look: so many on so many nodes."""
 
     nodes: tuple[int, ...]
@@ -101,7 +101,7 @@ class FittedSpeed:
     throughputs: Mapping[str, Throughput]
     """By type of device; a type it lacks is one the job has never run on."""
     limits: BatchLimits
-    noise: Noise | None = None
+    noise: GradientNoise | None = None
     """None before the first step: then a batch larger than the job's own is worth nothing."""
     max_devices: int = 1 << 30
     """More than this is too far from what has been measured to be believed."""
@@ -109,9 +109,9 @@ class FittedSpeed:
     """Only multiples of this can be used: a copy of the model takes so many."""
     slowdown: float = 1.0
     """How much slower the job really runs than its model says."""
-    timings: tuple[Timing, ...] = field(default=(), compare=False, repr=False)
+    timings: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
     """What it was fitted to, so that nobody fits to the same again."""
-    shared: tuple[Timing, ...] = field(default=(), compare=False, repr=False)
+    shared: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
 
     def goodput(
         self,
@@ -120,20 +120,20 @@ class FittedSpeed:
         devices: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         """Useful samples a second, with the best batch; 0 where it cannot run."""
-        shapes = Shapes(tuple(int(one) for one in nodes), tuple(int(one) for one in devices))
-        return tell_goodputs([self], device_type, shapes)[0]
+        shapes = ShapeList(tuple(int(one) for one in nodes), tuple(int(one) for one in devices))
+        return compute_goodputs([self], device_type, shapes)[0]
 
-    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch with the best goodput there; the job's own where nothing is known."""
         throughput = self.throughputs.get(device_type)
         if throughput is None:
             return starting_batch(self.limits, devices)
-        table = _tabulate(throughput, self.limits, Shapes((nodes,), (devices,)))
+        table = _tabulate(throughput, self.limits, ShapeList((nodes,), (devices,)))
         worth = _weigh(table, self.noise_scale)[0, 0]
         best = int(np.argmax(worth))
         if not worth[best] > 0:
             return starting_batch(self.limits, devices)
-        batch = Batch(int(table.local[0, best]), int(table.accumulation[0, best]))
+        batch = BatchSplit(int(table.local[0, best]), int(table.accumulation[0, best]))
         return clamp_batch(self.limits, batch, devices)
 
     @property
@@ -156,7 +156,7 @@ class _Table:
     base: float
 
 
-def tell_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: Shapes) -> Floats:
+def compute_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: ShapeList) -> Floats:
     """Useful samples a second of each job (rows) with each shape (columns)."""
     found = np.zeros((len(speeds), len(shapes)))
     groups: dict[tuple[Throughput | None, BatchLimits], list[int]] = {}
@@ -176,7 +176,7 @@ def tell_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: Shape
 
 
 @lru_cache(maxsize=4096)
-def _tabulate(throughput: Throughput | None, limits: BatchLimits, shapes: Shapes) -> _Table:
+def _tabulate(throughput: Throughput | None, limits: BatchLimits, shapes: ShapeList) -> _Table:
     nodes = np.array(shapes.nodes, dtype=np.int64)[:, None]
     devices = np.array(shapes.devices, dtype=np.int64)[:, None]
     wanted, allowed = _spread_totals(limits, devices)

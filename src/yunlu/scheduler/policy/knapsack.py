@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KnapsackSolution:
     """Which size each job gets."""
 
     picks: Ints
@@ -43,7 +43,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TeamLimits:
     """Jobs that share limits: at least and at most so many devices together."""
 
     rows: Ints
@@ -51,7 +51,7 @@ class Group:
     most: int
 
 
-def choose(values: Floats, sizes: Ints, capacity: int, must_run: NDArray[np.bool_]) -> Choice:
+def solve_knapsack(values: Floats, sizes: Ints, capacity: int, must_run: NDArray[np.bool_]) -> KnapsackSolution:
     """The sizes with the largest sum of values; ``-inf`` is no choice, nothing is worth 0.
 
     A job that must run gets a size as long as the least sizes of all such jobs fit.
@@ -62,17 +62,17 @@ def choose(values: Floats, sizes: Ints, capacity: int, must_run: NDArray[np.bool
         best, back = _programme(table, widths, capacity)
         picks = _trace(back, widths, int(np.argmax(best)))
         price = _marginal(best, capacity)
-        return Choice(picks=picks - 1, price=price, gap=0.0)
+        return KnapsackSolution(picks=picks - 1, price=price, gap=0.0)
     return _choose_core(table, widths, capacity)
 
 
-def choose_grouped(
+def solve_with_teams(
     values: Floats,
     sizes: Ints,
     capacity: int,
     must_run: NDArray[np.bool_],
-    groups: Sequence[Group],
-) -> Choice:
+    groups: Sequence[TeamLimits],
+) -> KnapsackSolution:
     """As :func:`choose`, with limits for groups; a group's least is cut to what it can use."""
     table, widths = _with_idle(values, sizes, must_run)
     parts = [_programme(table[group.rows], widths, capacity) for group in groups]
@@ -93,7 +93,7 @@ def choose_grouped(
         own = int(share[used])
         picks[group.rows] = _trace(back, widths, own)
         used -= own
-    return Choice(picks=picks - 1, price=price, gap=0.0)
+    return KnapsackSolution(picks=picks - 1, price=price, gap=0.0)
 
 
 def _with_idle(values: Floats, sizes: Ints, must_run: NDArray[np.bool_]) -> tuple[Floats, Ints]:
@@ -151,7 +151,7 @@ def _join(total: Floats, best: Floats, least: int, most: int, capacity: int) -> 
     return joined, share
 
 
-def _choose_core(table: Floats, widths: Ints, capacity: int) -> Choice:
+def _choose_core(table: Floats, widths: Ints, capacity: int) -> KnapsackSolution:
     price, below = _find_price(table, widths, capacity)
     worth = table - price * widths
     rows = np.arange(len(table))
@@ -177,7 +177,7 @@ def _choose_core(table: Floats, widths: Ints, capacity: int) -> Choice:
             final = picks.copy()
             final[core] = chosen  # pyright: ignore[reportPossiblyUnboundVariable]
             is_exact = not len(rest) or behind[rest[0]] >= gap
-            return Choice(picks=final - 1, price=price, gap=0.0 if is_exact else gap)
+            return KnapsackSolution(picks=final - 1, price=price, gap=0.0 if is_exact else gap)
         if not len(rest):
             msg = "jobs that must run need more devices than there are"
             raise ValueError(msg)

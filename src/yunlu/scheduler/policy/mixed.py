@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.hardware.fleet import NOTHING, Placement
-from yunlu.scheduler.policy.account import (
-    Account,
-    pick_columns,
-    tell_reasons,
-    tell_speedup,
-    tell_starts,
+from yunlu.scheduler.policy.decision_details import (
+    DecisionDetails,
+    take_columns,
+    build_reasons,
+    compute_speedup,
+    predict_starts,
 )
-from yunlu.scheduler.policy.entitlement import (
-    group_by_team,
-    keep_dwelling,
-    tell_allowances,
-    tell_must_run,
-    tell_weights,
+from yunlu.scheduler.policy.fairness import (
+    limit_teams,
+    keep_recent_sizes,
+    compute_quotas,
+    find_must_run,
+    weigh_jobs,
 )
-from yunlu.scheduler.policy.mixed_choice import IDLE, Choice, Options, choose
-from yunlu.scheduler.policy.mixed_groups import choose_grouped
-from yunlu.scheduler.policy.mixed_shapes import Shapes, group_kinds, lay_out
+from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
+from yunlu.scheduler.policy.team_knapsack import solve_priced_with_teams
+from yunlu.scheduler.policy.shapes import ShapeTable, group_nodes, lay_out_groups
 from yunlu.scheduler.policy.mixed_worth import MixedOutlook, tell_mixed_outlook
-from yunlu.scheduler.policy.placing import Placed, Want, place
+from yunlu.scheduler.policy.placement import PlacedJobs, PlacementRequest, place
 from yunlu.scheduler.policy.values import Decision
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.entitlement import Allowance, Manners
-    from yunlu.scheduler.policy.lengths import Lengths
-    from yunlu.scheduler.policy.mixed_worth import MixedTaste
+    from yunlu.scheduler.policy.fairness import TeamQuota, FairnessRules
+    from yunlu.scheduler.policy.remaining_work import WorkHistory
+    from yunlu.scheduler.policy.mixed_worth import SeveralTypesParams
     from yunlu.scheduler.policy.values import Demand, PoolState
 
     Floats = NDArray[np.float64]
@@ -51,9 +51,9 @@ class MixedRound:
         self,
         state: PoolState,
         *,
-        taste: MixedTaste,
-        manners: Manners,
-        lengths: Lengths | None,
+        taste: SeveralTypesParams,
+        manners: FairnessRules,
+        lengths: WorkHistory | None,
         waiting_since: Mapping[str, float],
         prices: Floats | None = None,
     ) -> None:
@@ -61,20 +61,20 @@ class MixedRound:
         self.state, self.jobs = state, state.jobs
         self._manners, self._waiting_since = manners, waiting_since
         self.prices = prices
-        kinds = group_kinds(state.nodes)
-        self.shapes: Shapes = lay_out(kinds, _find_extra(self.jobs))
+        kinds = group_nodes(state.nodes)
+        self.shapes: ShapeTable = lay_out_groups(kinds, _find_extra(self.jobs))
         self._kind_of = {node.name: at for at, kind in enumerate(kinds) for node in kind.nodes}
         self.is_pinned = np.array([job.is_pinned and bool(job.held) for job in self.jobs], bool)
         self.whole = sum(kind.devices for kind in kinds)
         self.capacities = self._tell_capacities()
-        self.allowances: dict[str, Allowance] = tell_allowances(state.teams, self.jobs, self.whole)
+        self.allowances: dict[str, TeamQuota] = compute_quotas(state.teams, self.jobs, self.whole)
         self.outlook: MixedOutlook = tell_mixed_outlook(
             self.jobs,
             self.shapes,
             now=state.now,
             taste=_settle(taste, state),
             lengths=lengths,
-            weights=tell_weights(self.jobs, self.allowances),
+            weights=weigh_jobs(self.jobs, self.allowances),
         )
         self.least = self._tell_least()
         self.picks = np.full(len(self.jobs), IDLE)
@@ -87,26 +87,26 @@ class MixedRound:
             choice = self._choose()
             self.picks, self.prices = choice.picks, choice.prices
         placed = self._place()
-        account = Account(
+        account = DecisionDetails(
             now=self.state.now,
             jobs=self.jobs,
             placed=placed,
             nodes=frozenset(node.name for node in self.state.nodes),
             capacity=self.whole,
             least=self.least,
-            left_s=pick_columns(self.outlook.left_s, self._columns, idle=np.inf),
+            left_s=take_columns(self.outlook.left_s, self._columns, idle=np.inf),
             allowances=self.allowances,
         )
-        starts = tell_starts(account)
+        starts = predict_starts(account)
         return Decision(
             placements=placed.placements,
-            reasons=tell_reasons(account, starts, self._speedup),
+            reasons=build_reasons(account, starts, self._speedup),
             predicted_end_at=self._tell_ends(account, starts),
         )
 
     def tell_rates(self) -> Floats:
         """Goodput of what each job was given; 0 for those that were given nothing."""
-        return pick_columns(self.outlook.goodputs, self._columns, idle=0.0)
+        return take_columns(self.outlook.goodputs, self._columns, idle=0.0)
 
     @property
     def _columns(self) -> Ints:
@@ -130,7 +130,7 @@ class MixedRound:
         least = sizes.min(axis=1)
         return np.where(least < 1 << 40, least, 0)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> PricedSolution:
         now, devices = self.state.now, self.shapes.devices
         values = self.outlook.values.copy()
         values[self.is_pinned] = -np.inf
@@ -140,7 +140,7 @@ class MixedRound:
         taken: Counter[str] = Counter()
         for row in np.flatnonzero(self.is_pinned):
             taken[self.jobs[row].team] += self.jobs[row].held.devices
-        must_run = tell_must_run(
+        must_run = find_must_run(
             self.jobs,
             np.where(can_run, self.least, 0),
             now=now,
@@ -150,18 +150,18 @@ class MixedRound:
             waiting_since=self._waiting_since,
             taken=taken,
         )
-        keep_dwelling(
+        keep_recent_sizes(
             values, self.jobs, devices, now=now, capacity=free, dwell_s=self._manners.dwell_s
         )
-        options = Options(
+        options = DeviceOptions(
             sizes=devices.astype(np.float64), kinds=self.shapes.kind, capacities=self.capacities
         )
         if not self.allowances:
-            return choose(values, options, must_run=must_run, prices=self.prices)
-        groups = group_by_team(self.jobs, self.allowances, taken)
-        return choose_grouped(values, options, groups=groups, must_run=must_run, prices=self.prices)
+            return solve_priced(values, options, must_run=must_run, prices=self.prices)
+        groups = limit_teams(self.jobs, self.allowances, taken)
+        return solve_priced_with_teams(values, options, groups=groups, must_run=must_run, prices=self.prices)
 
-    def _place(self) -> Placed:
+    def _place(self) -> PlacedJobs:
         """Each kind for itself; who is pinned stays even on nodes of several kinds."""
         placements: dict[str, Placement] = {}
         moved: set[str] = set()
@@ -173,10 +173,10 @@ class MixedRound:
             unplaced |= placed.unplaced
         for row in np.flatnonzero(self.is_pinned):
             placements[self.jobs[row].id] = self.jobs[row].held
-        return Placed(placements=placements, moved=frozenset(moved), unplaced=frozenset(unplaced))
+        return PlacedJobs(placements=placements, moved=frozenset(moved), unplaced=frozenset(unplaced))
 
-    def _want(self, at: int) -> list[Want]:
-        wants: list[Want] = []
+    def _want(self, at: int) -> list[PlacementRequest]:
+        wants: list[PlacementRequest] = []
         for row, job in enumerate(self.jobs):
             here = Placement(
                 tuple(share for share in job.held.shares if self._kind_of.get(share[0]) == at)
@@ -184,18 +184,18 @@ class MixedRound:
             pick = int(self.picks[row])
             if self.is_pinned[row]:
                 if here:
-                    wants.append(Want(id=job.id, devices=here.devices, held=here, is_pinned=True))
+                    wants.append(PlacementRequest(id=job.id, devices=here.devices, held=here, is_pinned=True))
             elif pick != IDLE and self.shapes.kind[pick] == at:
                 devices = int(self.shapes.devices[pick])
                 stays = here == job.held and devices == here.devices
-                wants.append(Want(id=job.id, devices=devices, held=here, stays=stays))
+                wants.append(PlacementRequest(id=job.id, devices=devices, held=here, stays=stays))
         return wants
 
     def _speedup(self, row: int) -> float:
         before, after = int(self.outlook.held[row]), int(self.picks[row])
-        return tell_speedup(self.outlook.goodputs[row], before, after)
+        return compute_speedup(self.outlook.goodputs[row], before, after)
 
-    def _tell_ends(self, account: Account, starts: Mapping[str, float]) -> dict[str, float]:
+    def _tell_ends(self, account: DecisionDetails, starts: Mapping[str, float]) -> dict[str, float]:
         """When each job will end, were nothing to change any more."""
         ends: dict[str, float] = {}
         for row, job in enumerate(self.jobs):
@@ -209,7 +209,7 @@ class MixedRound:
         return {job: at for job, at in ends.items() if np.isfinite(at)}
 
 
-def _settle(taste: MixedTaste, state: PoolState) -> MixedTaste:
+def _settle(taste: SeveralTypesParams, state: PoolState) -> SeveralTypesParams:
     """What is given lasts the longer, the longer nobody new has come."""
     quiet_s = state.now - max((job.submitted_at for job in state.jobs), default=state.now)
     return replace(taste, dwell_s=max(taste.dwell_s, taste.calm * quiet_s))

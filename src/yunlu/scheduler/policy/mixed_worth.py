@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.mixed_shapes import allow
-from yunlu.scheduler.policy.mixed_speed import MixedSpeed, tell_goodput_table
+from yunlu.scheduler.policy.shapes import allow_shapes
+from yunlu.scheduler.policy.speed_by_type import SpeedByType, tabulate_goodputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.lengths import Lengths
-    from yunlu.scheduler.policy.mixed_shapes import Shapes
+    from yunlu.scheduler.policy.remaining_work import WorkHistory
+    from yunlu.scheduler.policy.shapes import ShapeTable
     from yunlu.scheduler.policy.values import Demand
 
     Floats = NDArray[np.float64]
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTaste:
+class SeveralTypesParams:
     """How a pool of several types weighs jobs against each other."""
 
     length_power: float = 0.15
@@ -47,7 +47,7 @@ class MixedTaste:
     """How much dearer a change is than its restart."""
 
 
-MIXED_TASTE = MixedTaste()
+SEVERAL_TYPES_PARAMS = SeveralTypesParams()
 """Tuned on Sia's workloads philly 6 and saturn 1; the others were held out."""
 _LEAST_LEFT_S = 10.0
 _UNKNOWN_WORK_S = 3600.0
@@ -75,17 +75,17 @@ class MixedOutlook:
 
 def tell_mixed_outlook(
     jobs: Sequence[Demand],
-    shapes: Shapes,
+    shapes: ShapeTable,
     *,
     now: float,
-    taste: MixedTaste,
-    lengths: Lengths | None,
+    taste: SeveralTypesParams,
+    lengths: WorkHistory | None,
     weights: Floats,
 ) -> MixedOutlook:
     """Everything that a choice between shapes depends on."""
     types = [shapes.kinds[kind].type for kind in shapes.kind]
-    goodputs = tell_goodput_table(jobs, types, shapes.nodes.tolist(), shapes.devices.tolist())
-    goodputs = np.where(allow(jobs, shapes), goodputs, 0.0)
+    goodputs = tabulate_goodputs(jobs, types, shapes.nodes.tolist(), shapes.devices.tolist())
+    goodputs = np.where(allow_shapes(jobs, shapes), goodputs, 0.0)
     held = _find_held(jobs, shapes)
     kept = _tell_kept(jobs, shapes, held, goodputs)
     slowest = _tell_slowest(goodputs, shapes)
@@ -110,7 +110,7 @@ def tell_mixed_outlook(
     )
 
 
-def _find_held(jobs: Sequence[Demand], shapes: Shapes) -> Ints:
+def _find_held(jobs: Sequence[Demand], shapes: ShapeTable) -> Ints:
     kind_of = {node.name: at for at, kind in enumerate(shapes.kinds) for node in kind.nodes}
     columns = {
         (int(kind), int(devices)): at
@@ -124,7 +124,7 @@ def _find_held(jobs: Sequence[Demand], shapes: Shapes) -> Ints:
     return found
 
 
-def _tell_kept(jobs: Sequence[Demand], shapes: Shapes, held: Ints, goodputs: Floats) -> Floats:
+def _tell_kept(jobs: Sequence[Demand], shapes: ShapeTable, held: Ints, goodputs: Floats) -> Floats:
     """Goodput of each job as it lies now, which may be on more nodes than need be."""
     kept = np.zeros(len(jobs))
     for row in np.flatnonzero(held >= 0).tolist():
@@ -137,13 +137,13 @@ def _tell_kept(jobs: Sequence[Demand], shapes: Shapes, held: Ints, goodputs: Flo
     return kept
 
 
-def _tell_slowest(goodputs: Floats, shapes: Shapes) -> Floats:
+def _tell_slowest(goodputs: Floats, shapes: ShapeTable) -> Floats:
     """Useful samples a second of one device: the best that any shape makes of one."""
     best = (goodputs / shapes.devices).max(axis=1, initial=0.0)
     return np.where(best > 0, best, 1.0)
 
 
-def _tell_work(jobs: Sequence[Demand], slowest: Floats, lengths: Lengths | None) -> Floats:
+def _tell_work(jobs: Sequence[Demand], slowest: Floats, lengths: WorkHistory | None) -> Floats:
     """Seconds left of each job on one usual device, declared, learnt or guessed."""
     left = np.array([np.nan if job.remaining is None else job.remaining for job in jobs])
     done = np.array([job.done for job in jobs])
@@ -165,7 +165,7 @@ def _tell_work(jobs: Sequence[Demand], slowest: Floats, lengths: Lengths | None)
 def _is_seen(job: Demand) -> bool:
     """Whether the unit of its speed means anything: one type at least is known, not guessed."""
     speed = job.speed
-    if not isinstance(speed, MixedSpeed):
+    if not isinstance(speed, SpeedByType):
         return True
     return any(bool(each.throughputs) for each in speed.by_type.values())
 
@@ -180,7 +180,7 @@ def _add_deadlines(
             values[row, in_time] += _MEETS_DEADLINE * unit
 
 
-def _cut_budgets(values: Floats, jobs: Sequence[Demand], left_s: Floats, shapes: Shapes) -> None:
+def _cut_budgets(values: Floats, jobs: Sequence[Demand], left_s: Floats, shapes: ShapeTable) -> None:
     """Shapes that a job's money does not last for are out; the thriftiest stays while there is any."""
     if all(job.budget_dollars is None for job in jobs):
         return

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from yunlu.scheduler.policy.values import Speed
 
 
-class Timing(NamedTuple):
+class StepTiming(NamedTuple):
     """How long steps took in one configuration, measured."""
 
     device_type: str
@@ -26,7 +26,7 @@ class Timing(NamedTuple):
     """The last pass of a step: with exchange and update."""
 
 
-class Noise(NamedTuple):
+class GradientNoise(NamedTuple):
     """Gradient statistics: of the true gradient, and of one batch of the base size around it.
 
     The noise scale of Pollux (OSDI'21, section 3.1) is ``base batch * var / sqr``.
@@ -43,10 +43,10 @@ class NoisePoint(NamedTuple):
     """Useful samples trained by then."""
     batch: int
     """The whole batch in use."""
-    noise: Noise
+    noise: GradientNoise
 
 
-class Batch(NamedTuple):
+class BatchSplit(NamedTuple):
     """How a step is cut up: every device makes ``accumulation`` passes and one more."""
 
     local: int
@@ -81,22 +81,22 @@ class Observations:
     limits: BatchLimits
     asked_batch: int | None = None
     """What its owner would take if batches were fixed."""
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[StepTiming, ...] = ()
     """One for each configuration it has run in. The same object as long as nothing is added."""
-    noise: Noise | None = None
+    noise: GradientNoise | None = None
     """As of now; None before its first step."""
     noise_history: tuple[NoisePoint, ...] = ()
     """One for each stretch of its training so far."""
-    shared_timings: tuple[Timing, ...] = ()
+    shared_timings: tuple[StepTiming, ...] = ()
     """Of other jobs of its signature; empty where nothing is shared."""
     shared_noise: tuple[NoisePoint, ...] = ()
     """Of other jobs of its signature, by how far they were; empty where nothing is shared."""
 
 
-class Model(Speed, Protocol):
+class SpeedModel(Speed, Protocol):
     """A fitted speed that can also say which batch to run with."""
 
-    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch of the best goodput there; something sensible before anything was seen."""
         ...
 
@@ -108,7 +108,7 @@ class Estimator(Protocol):
     the very same objects as then, only the noise has changed and nothing needs to be fitted again.
     """
 
-    def __call__(self, seen: Observations, before: Model | None) -> Model:
+    def __call__(self, seen: Observations, before: SpeedModel | None) -> SpeedModel:
         """Fit; deterministic."""
         ...
 
@@ -116,7 +116,7 @@ class Estimator(Protocol):
 _EPSILON = 1e-8
 
 
-def split_batch(limits: BatchLimits, total: int, devices: int) -> Batch:
+def split_batch(limits: BatchLimits, total: int, devices: int) -> BatchSplit:
     """Cut a whole batch up for so many devices, as few passes as fit; may round it up a little."""
     local = math.ceil(total / devices - _EPSILON)
     accumulation = math.ceil(local / limits.local_most - _EPSILON) - 1
@@ -126,16 +126,16 @@ def split_batch(limits: BatchLimits, total: int, devices: int) -> Batch:
     each = limits.local_most
     if not limits.is_whole:
         each = math.ceil(local / (accumulation + 1) - _EPSILON)
-    return clamp_batch(limits, Batch(each, accumulation), devices)
+    return clamp_batch(limits, BatchSplit(each, accumulation), devices)
 
 
-def clamp_batch(limits: BatchLimits, batch: Batch, devices: int) -> Batch:
+def clamp_batch(limits: BatchLimits, batch: BatchSplit, devices: int) -> BatchSplit:
     """Not above the largest allowed whole batch."""
     passes = devices * (batch.accumulation + 1)
-    return Batch(min(batch.local, int(limits.most / passes)), batch.accumulation)
+    return BatchSplit(min(batch.local, int(limits.most / passes)), batch.accumulation)
 
 
-def starting_batch(limits: BatchLimits, devices: int) -> Batch:
+def starting_batch(limits: BatchLimits, devices: int) -> BatchSplit:
     """What to run with while nothing is known."""
     wanted = limits.fixed or max(limits.base, limits.local_least * devices)
     return split_batch(limits, wanted, devices)

@@ -10,12 +10,12 @@ from yunlu.scheduler.policy.values import Reason
 
 if TYPE_CHECKING:
     from yunlu.hardware.fleet import Placement
-    from yunlu.scheduler.policy.entitlement import Allowance
+    from yunlu.scheduler.policy.fairness import TeamQuota
     from yunlu.scheduler.policy.values import Demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ExplainedJob:
     """What was decided about one job."""
 
     job: Demand
@@ -34,13 +34,13 @@ class Case:
     free: int
     """Devices that nobody holds after the decision."""
     capacity: int
-    allowance: Allowance | None
+    allowance: TeamQuota | None
     team_holds: int
     starts_at: float | None
     """When it will probably start, if it waits."""
 
 
-class Reasons(Mapping[str, Reason]):
+class LazyReasons(Mapping[str, Reason]):
     """Reasons that are put into words when somebody asks: most rounds nobody does."""
 
     def __init__(self, jobs: Sequence[str], tell: Callable[[int], Reason]) -> None:
@@ -61,7 +61,7 @@ class Reasons(Mapping[str, Reason]):
         return len(self._rows)
 
 
-def explain(case: Case) -> Reason:
+def explain_job(case: ExplainedJob) -> Reason:
     """The binding reason; what would unblock a job that waits is in its text."""
     figures: dict[str, object] = {"devices": case.gets.devices, "held": case.job.held.devices}
     if case.gets:
@@ -80,7 +80,7 @@ def explain(case: Case) -> Reason:
     return Reason(code=code, text=text, figures=figures)
 
 
-def _explain_running(case: Case) -> tuple[str, str]:
+def _explain_running(case: ExplainedJob) -> tuple[str, str]:
     job, devices = case.job, case.gets.devices
     if job.is_pinned:
         return "pinned", f"It keeps its {_count(devices)}: it is being moved, or asked to stay."
@@ -89,7 +89,7 @@ def _explain_running(case: Case) -> tuple[str, str]:
     return _explain_change(case)
 
 
-def _explain_change(case: Case) -> tuple[str, str]:
+def _explain_change(case: ExplainedJob) -> tuple[str, str]:
     job, devices, had = case.job, case.gets.devices, case.job.held.devices
     if case.is_bereft:
         return "moved", f"It goes on with {_count(devices)}: a machine that it was on is gone."
@@ -109,7 +109,7 @@ def _explain_change(case: Case) -> tuple[str, str]:
     return "kept", f"It keeps its {_count(devices)}: no change would be worth a restart."
 
 
-def _explain_waiting(case: Case) -> tuple[str, str]:
+def _explain_waiting(case: ExplainedJob) -> tuple[str, str]:
     job, least = case.job, case.least
     if job.budget_dollars is not None and job.budget_dollars <= 0:
         return "over_budget", "Its budget is spent. Raise it to go on."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.goodput import Shapes
+from yunlu.scheduler.policy.goodput import ShapeList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ _ALL_WHOLE = 16
 class Sizes:
     """Columns of all tables of one decision."""
 
-    shapes: Shapes
+    shapes: ShapeList
     devices: NDArray[np.int64]
     is_common: NDArray[np.bool_]
     """Whether any job may take it; others are for those who asked for just that."""
@@ -60,7 +60,7 @@ def find_sizes(nodes: Sequence[Node], jobs: Sequence[Demand]) -> Sizes:
     devices = sorted(size for size in common | asked if 0 < size <= most) or [1]
     counts = tuple(_count_nodes(node_sizes, size) for size in devices)
     return Sizes(
-        shapes=Shapes(counts, tuple(devices)),
+        shapes=ShapeList(counts, tuple(devices)),
         devices=np.array(devices, dtype=np.int64),
         is_common=np.array([size in common for size in devices], dtype=bool),
         node_sizes=node_sizes,

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.account import (
-    Account,
-    pick_columns,
-    tell_reasons,
-    tell_speedup,
-    tell_starts,
+from yunlu.scheduler.policy.decision_details import (
+    DecisionDetails,
+    take_columns,
+    build_reasons,
+    compute_speedup,
+    predict_starts,
 )
-from yunlu.scheduler.policy.entitlement import (
-    group_by_team,
-    keep_dwelling,
-    tell_allowances,
-    tell_must_run,
-    tell_weights,
+from yunlu.scheduler.policy.fairness import (
+    limit_teams,
+    keep_recent_sizes,
+    compute_quotas,
+    find_must_run,
+    weigh_jobs,
 )
-from yunlu.scheduler.policy.knapsack import IDLE, Choice, choose, choose_grouped
-from yunlu.scheduler.policy.placing import Placed, Want, place
+from yunlu.scheduler.policy.knapsack import IDLE, KnapsackSolution, solve_knapsack, solve_with_teams
+from yunlu.scheduler.policy.placement import PlacedJobs, PlacementRequest, place
 from yunlu.scheduler.policy.sizes import Sizes, find_sizes
 from yunlu.scheduler.policy.values import Decision, PoolState
 from yunlu.scheduler.policy.worth import Outlook, tell_outlook
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.entitlement import Manners
-    from yunlu.scheduler.policy.lengths import Lengths
-    from yunlu.scheduler.policy.urgency import Taste
+    from yunlu.scheduler.policy.fairness import FairnessRules
+    from yunlu.scheduler.policy.remaining_work import WorkHistory
+    from yunlu.scheduler.policy.urgency import PolicyParams
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -47,9 +47,9 @@ class UniformRound:
         self,
         state: PoolState,
         *,
-        taste: Taste,
-        manners: Manners,
-        lengths: Lengths | None,
+        taste: PolicyParams,
+        manners: FairnessRules,
+        lengths: WorkHistory | None,
         waiting_since: Mapping[str, float],
         stopped_at_devices: Mapping[str, int],
     ) -> None:
@@ -68,7 +68,7 @@ class UniformRound:
             if name in self._staying
         )
         self.capacity = max(self.sizes.capacity - pinned, 0)
-        self.allowances = tell_allowances(state.teams, self.jobs, self.sizes.capacity)
+        self.allowances = compute_quotas(state.teams, self.jobs, self.sizes.capacity)
         dollars = [n.dollars_per_hour / n.devices for n in state.nodes if n.devices]
         self.outlook: Outlook = tell_outlook(
             self.jobs,
@@ -77,7 +77,7 @@ class UniformRound:
             now=state.now,
             taste=taste,
             lengths=lengths,
-            weights=tell_weights(self.jobs, self.allowances),
+            weights=weigh_jobs(self.jobs, self.allowances),
             dollars_per_device_hour=max(dollars, default=0.0),
             stopped_at_devices=stopped_at_devices,
         )
@@ -101,33 +101,33 @@ class UniformRound:
         if self.capacity and len(self.sizes.devices):
             self.picks = self._choose().picks
         placed = self._place()
-        account = Account(
+        account = DecisionDetails(
             now=self.state.now,
             jobs=self.jobs,
             placed=placed,
             nodes=frozenset(node.name for node in self.state.nodes),
             capacity=self.sizes.capacity,
             least=self.least,
-            left_s=pick_columns(self.outlook.left_s, self._columns, idle=np.inf),
+            left_s=take_columns(self.outlook.left_s, self._columns, idle=np.inf),
             allowances=self.allowances,
         )
-        starts = tell_starts(account)
+        starts = predict_starts(account)
         return Decision(
             placements=placed.placements,
-            reasons=tell_reasons(account, starts, self._speedup),
+            reasons=build_reasons(account, starts, self._speedup),
             predicted_end_at=self._tell_ends(account, starts),
         )
 
     def tell_rates(self) -> Floats:
         """Goodput of what each job was given; 0 for those that were given nothing."""
-        return pick_columns(self.outlook.goodputs, self._columns, idle=0.0)
+        return take_columns(self.outlook.goodputs, self._columns, idle=0.0)
 
     @property
     def _columns(self) -> Ints:
         """Of what each job holds from now on."""
         return np.where(self.is_pinned, self.outlook.held, self.picks)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> KnapsackSolution:
         now, manners = self.state.now, self._manners
         values = self.outlook.values.copy()
         values[self.is_pinned] = -np.inf
@@ -136,7 +136,7 @@ class UniformRound:
         taken: Counter[str] = Counter()
         for row in np.flatnonzero(self.is_pinned):
             taken[self.jobs[row].team] += self.jobs[row].held.devices
-        must_run = tell_must_run(
+        must_run = find_must_run(
             self.jobs,
             least,
             now=now,
@@ -146,7 +146,7 @@ class UniformRound:
             waiting_since=self._waiting_since,
             taken=taken,
         )
-        keep_dwelling(
+        keep_recent_sizes(
             values,
             self.jobs,
             self.sizes.devices,
@@ -155,28 +155,28 @@ class UniformRound:
             dwell_s=manners.dwell_s,
         )
         if not self.allowances:
-            return choose(values, self.sizes.devices, self.capacity, must_run)
-        groups = group_by_team(self.jobs, self.allowances, taken)
-        return choose_grouped(values, self.sizes.devices, self.capacity, must_run, groups)
+            return solve_knapsack(values, self.sizes.devices, self.capacity, must_run)
+        groups = limit_teams(self.jobs, self.allowances, taken)
+        return solve_with_teams(values, self.sizes.devices, self.capacity, must_run, groups)
 
-    def _place(self) -> Placed:
-        wants: list[Want] = []
+    def _place(self) -> PlacedJobs:
+        wants: list[PlacementRequest] = []
         for row, job in enumerate(self.jobs):
             if self.is_pinned[row]:
                 wants.append(
-                    Want(id=job.id, devices=job.held.devices, held=job.held, is_pinned=True)
+                    PlacementRequest(id=job.id, devices=job.held.devices, held=job.held, is_pinned=True)
                 )
             elif self.picks[row] != IDLE:
                 devices = int(self.sizes.devices[self.picks[row]])
                 stays = devices == job.held.devices and not self.outlook.repacks[row]
-                wants.append(Want(id=job.id, devices=devices, held=job.held, stays=stays))
+                wants.append(PlacementRequest(id=job.id, devices=devices, held=job.held, stays=stays))
         return place(self.state.nodes, wants)
 
     def _speedup(self, row: int) -> float:
         before, after = int(self.outlook.held[row]), int(self.picks[row])
-        return tell_speedup(self.outlook.goodputs[row], before, after)
+        return compute_speedup(self.outlook.goodputs[row], before, after)
 
-    def _tell_ends(self, account: Account, starts: Mapping[str, float]) -> dict[str, float]:
+    def _tell_ends(self, account: DecisionDetails, starts: Mapping[str, float]) -> dict[str, float]:
         """When each job will end, were nothing to change any more."""
         now = self.state.now
         ends: dict[str, float] = {}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taste:
+class PolicyParams:
     """How the pool weighs jobs against each other."""
 
     crowd_power: float = 0.75
@@ -61,8 +61,8 @@ class Taste:
     """How much dearer still it is to grow: what is given will be taken back, with another restart."""
 
 
-def tell_urgency(
-    work_s: Floats, speedups: Floats, devices: NDArray[np.int64], capacity: int, taste: Taste
+def compute_urgency(
+    work_s: Floats, speedups: Floats, devices: NDArray[np.int64], capacity: int, taste: PolicyParams
 ) -> Floats:
     """Seconds in the pool that are saved by a second of one device's work on each job.
 

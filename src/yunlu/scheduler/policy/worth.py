@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.goodput import FittedSpeed, tell_goodputs
+from yunlu.scheduler.policy.goodput import FittedSpeed, compute_goodputs
 from yunlu.scheduler.policy.sizes import may_take
-from yunlu.scheduler.policy.urgency import tell_urgency
+from yunlu.scheduler.policy.urgency import compute_urgency
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.lengths import Lengths
+    from yunlu.scheduler.policy.remaining_work import WorkHistory
     from yunlu.scheduler.policy.sizes import Sizes
-    from yunlu.scheduler.policy.urgency import Taste
+    from yunlu.scheduler.policy.urgency import PolicyParams
     from yunlu.scheduler.policy.values import Demand
 
     Floats = NDArray[np.float64]
@@ -63,8 +63,8 @@ def tell_outlook(
     device_type: str,
     *,
     now: float,
-    taste: Taste,
-    lengths: Lengths | None,
+    taste: PolicyParams,
+    lengths: WorkHistory | None,
     weights: Floats,
     dollars_per_device_hour: float = 0.0,
     stopped_at_devices: Mapping[str, int] | None = None,
@@ -88,7 +88,7 @@ def tell_outlook(
         left_s = (work_s * slowest)[:, None] / goodputs
     # Told without restarts: what a job holds does not make it more or less urgent than others.
     speedups = goodputs / slowest[:, None]
-    urgency = tell_urgency(work_s, speedups, sizes.devices, sizes.capacity, taste)
+    urgency = compute_urgency(work_s, speedups, sizes.devices, sizes.capacity, taste)
     restart_s = np.array([job.restart_s for job in jobs])
     dwell_s = _tell_dwell(jobs, now, taste)
     had = [(stopped_at_devices or {}).get(job.id, 0) for job in jobs]
@@ -124,7 +124,7 @@ def tell_outlook(
     )
 
 
-def _tell_dwell(jobs: Sequence[Demand], now: float, taste: Taste) -> Floats:
+def _tell_dwell(jobs: Sequence[Demand], now: float, taste: PolicyParams) -> Floats:
     """How long a size will probably last: at least as usual, or as long again as the last did."""
     held_s = [0.0 if job.held_since is None else now - job.held_since for job in jobs]
     return np.maximum(np.array(held_s), taste.dwell_s)
@@ -144,7 +144,7 @@ def _tell_speeds(jobs: Sequence[Demand], sizes: Sizes, device_type: str) -> Floa
         else:
             found[row] = job.speed.goodput(device_type, nodes, sizes.devices)
     if fitted:
-        found[fitted] = tell_goodputs(speeds, device_type, sizes.shapes)
+        found[fitted] = compute_goodputs(speeds, device_type, sizes.shapes)
     return np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -179,7 +179,7 @@ def _tell_kept(
 
 
 def _tell_work(
-    jobs: Sequence[Demand], slowest: Floats, lengths: Lengths | None
+    jobs: Sequence[Demand], slowest: Floats, lengths: WorkHistory | None
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Device-seconds left of each job, at its least size, and whether that is more than a guess."""
     left = np.array([np.nan if job.remaining is None else job.remaining for job in jobs])

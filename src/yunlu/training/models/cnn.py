@@ -50,7 +50,7 @@ class ConvNet(nn.Module):
         self.classify = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores ``(B, K)`` of images ``(B, C, H, W)``."""
+        """Logits ``(B, K)`` of images ``(B, C, H, W)``."""
         maps = self.features(images)
         # A plain mean: its gradient is deterministic on every device, adaptive pooling's is not.
         averages = maps.mean(dim=(2, 3))

@@ -1,4 +1,4 @@
-"""A small recurrent recogniser: convolutions over time, a bidirectional GRU, scores per frame."""
+"""Small recurrent speech model: convolutions over time, a bidirectional GRU, logits per frame."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ConvGRU(nn.Module):
         self.score = nn.Linear(2 * hidden, symbols)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """Scores ``(B, T / 4, K)`` of padded frames ``(B, T, F)``, of which ``lengths`` are real."""
+        """Logits ``(B, T / 4, K)`` of padded frames ``(B, T, F)``, of which ``lengths`` are real."""
         hidden = _silence(frames, lengths)
         for convolve, norm in zip(self.convolutions, self.norms, strict=True):
             lengths = _halve(lengths)
@@ -67,7 +67,7 @@ class ConvGRU(nn.Module):
 
     @staticmethod
     def output_lengths(lengths: Tensor) -> Tensor:
-        """How many frames of scores belong to samples of these lengths."""
+        """Number of output frames for inputs of these lengths."""
         return _halve(_halve(lengths))
 
 
@@ -76,6 +76,6 @@ def _halve(lengths: Tensor) -> Tensor:
 
 
 def _silence(hidden: Tensor, lengths: Tensor) -> Tensor:
-    """Zero what lies beyond each sample's end."""
+    """Zero the padding."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)
     return hidden * (positions < lengths.to(hidden.device)[:, None])[:, :, None]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Seq2SeqTransformer(nn.Module):
-    """Reads a source and answers with scores for each next token of the target."""
+    """Encoder-decoder transformer: logits of each next token of the target."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Seq2SeqTransformer(nn.Module):
         dropout: float = 0.0,
         positions: Positions = "rotary",
     ) -> None:
-        """``layers`` counts the encoder's, and again the decoder's."""
+        """``layers``: number of encoder layers, and of decoder layers."""
         super().__init__()
         check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
         # One embedding for both sides and the output: what is copied need not be translated.
@@ -55,7 +55,7 @@ class Seq2SeqTransformer(nn.Module):
         target_BT: Tensor,
         target_lengths_B: Tensor | None = None,
     ) -> Tensor:
-        """Scores ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``.
+        """Logits ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``.
 
         Packed sources come with their lengths in the place of the mask, packed targets with theirs.
         """
@@ -85,7 +85,7 @@ class Seq2SeqTransformer(nn.Module):
         source_mask_BS: Tensor | None,
         packed: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
     ) -> Tensor:
-        """Scores for the next token at each position of the target so far."""
+        """Logits of the next token at each position of the target so far."""
         lengths, memory_lengths = packed
         x_BTD, turn = self.embedding(target_BT, lengths)
         for layer in self.decoder:
@@ -110,7 +110,7 @@ class Seq2SeqTransformer(nn.Module):
         eos: int,
         max_length: int,
     ) -> Tensor:
-        """The likeliest token at each step: ``(B, ≤ max_length)``, ``eos`` after each end."""
+        """Greedy decoding: ``(B, ≤ max_length)``, ``eos`` after each end."""
         source_mask_BS = source_mask_BS.bool()
         memory_BSD = self.encode(source_BS, source_mask_BS)
         target_BT = source_BS.new_full((len(source_BS), 1), bos)

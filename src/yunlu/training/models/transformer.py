@@ -45,18 +45,18 @@ class Attention(nn.Module):
         *,
         mask_BS: Tensor | None = None,
         causal: bool = False,
-        turn: Tensor | None = None,
+        rotation: Tensor | None = None,
         packed: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Tensor:
-        """``turn`` holds the rotary angles; without it positions carry no order of their own.
+        """``rotation`` holds the rotary angles; without it positions carry no order of their own.
 
         ``packed`` holds the lengths of the samples in ``x``, then in the memory.
         """
         q_BHLK = self._split(self.query(x_BLD))
         k_BHSK = self._split(self.key(memory_BSD))
         v_BHSK = self._split(self.value(memory_BSD))
-        if turn is not None:
-            q_BHLK, k_BHSK = rotate(q_BHLK, turn), rotate(k_BHSK, turn)
+        if rotation is not None:
+            q_BHLK, k_BHSK = rotate(q_BHLK, rotation), rotate(k_BHSK, rotation)
         if packed is not None:
             y_THK = attend_apart(
                 q_BHLK, k_BHSK, v_BHSK, *packed, causal=causal, scale=self.rule.attention_scale
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two layers applied to each position by itself."""
+    """Two layers applied to each position."""
 
     def __init__(self, width: int, rule: WidthRule = STANDARD) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Widen, bend, narrow."""
+        """Up-projection, GELU, down-projection."""
         return self.down(scale_input(functional.gelu(self.up(x_BLD)), self.rule))
 
 
 class Block(nn.Module):
-    """One layer: self-attention, attention to a memory where there is one, feed-forward."""
+    """One layer: self-attention, cross-attention if there is a memory, feed-forward."""
 
     def __init__(
         self,
@@ -119,17 +119,17 @@ class Block(nn.Module):
         *,
         mask_BL: Tensor | None = None,
         causal: bool = False,
-        turn: Tensor | None = None,
+        rotation: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         memory_mask_BS: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         memory_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Each part adds to the stream; norms stand inside the branches."""
+        """Residual branches with pre-normalisation."""
         h_BLD = self.attention_norm(x_BLD)
         packed = None if lengths is None else (lengths, lengths)
         attended_BLD = self.attention(
-            h_BLD, h_BLD, mask_BS=mask_BL, causal=causal, turn=turn, packed=packed
+            h_BLD, h_BLD, mask_BS=mask_BL, causal=causal, rotation=rotation, packed=packed
         )
         x_BLD = x_BLD + self.dropout(attended_BLD)
         if self.cross is not None and self.cross_norm is not None:
@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors, with their positions: added here (learned) or as angles (rotary)."""
+    """Token embedding with learned or rotary positions."""
 
     def __init__(
         self,
@@ -171,27 +171,27 @@ class Embedding(nn.Module):
     def forward(
         self, ids_BL: Tensor, lengths: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The vectors, and the rotary angles that attention needs."""
+        """The embeddings, and the rotary angles for attention."""
         longest = ids_BL.shape[1] if lengths is None else max(lengths)
         if longest > self.max_length:
             raise ModelError(
                 f"A sequence of {longest} tokens is longer than the model's {self.max_length}."
             )
-        places = slice(longest)
+        positions = slice(longest)
         if lengths is not None:
-            places = torch.cat([torch.arange(length) for length in lengths]).to(ids_BL.device)
-        turn = None if self.angles is None else self.angles[places]
+            positions = torch.cat([torch.arange(length) for length in lengths]).to(ids_BL.device)
+        rotation = None if self.angles is None else self.angles[positions]
         if not self.makes_vectors:
-            return ids_BL, turn
+            return ids_BL, rotation
         x_BLD = self.token(ids_BL)
         if self.position is not None:
-            at = self.position.weight[places] if lengths is None else self.position(places)
+            at = self.position.weight[positions] if lengths is None else self.position(positions)
             x_BLD = x_BLD + at
-        return self.dropout(x_BLD), turn
+        return self.dropout(x_BLD), rotation
 
 
 class CausalTransformer(nn.Module):
-    """A language model: each position answers with scores for the next token."""
+    """Causal language model: logits of the next token at each position."""
 
     def __init__(
         self,
@@ -226,11 +226,11 @@ class CausalTransformer(nn.Module):
         initialize(self, residuals=2 * layers, rule=rule)
 
     def forward(self, ids_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """Scores ``(B, L, V)``; of documents packed in one row ``(T,)``, ``(T, V)``."""
+        """Logits ``(B, L, V)``; ``(T, V)`` for documents packed in one row ``(T,)``."""
         lengths = None if lengths_B is None else lengths_B.tolist()
-        x_BLD, turn = self.embedding(ids_BL, lengths)
+        x_BLD, rotation = self.embedding(ids_BL, lengths)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, causal=True, turn=turn, lengths=lengths)
+            x_BLD = layer(x_BLD, causal=True, rotation=rotation, lengths=lengths)
         x_BLD = self.norm(x_BLD)
         # Not a shared parameter: exported weights hold each tensor once.
         weight_VD = self.embedding.token.weight if self.head is None else self.head.weight
@@ -238,12 +238,12 @@ class CausalTransformer(nn.Module):
 
     @property
     def lent_weights(self) -> tuple[str, ...]:
-        """Names of weights of the embedding that are the output layer too."""
+        """Names of embedding weights that are tied to the output layer."""
         return ("embedding.token.weight",) if self.head is None else ()
 
 
 class TransformerClassifier(nn.Module):
-    """An encoder whose mean over the real tokens is classified."""
+    """Encoder with mean pooling over the real tokens and a linear head."""
 
     def __init__(
         self,
@@ -273,24 +273,24 @@ class TransformerClassifier(nn.Module):
         initialize(self, residuals=2 * layers, rule=rule)
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Scores ``(B, C)``; padding has no influence on them.
+        """Logits ``(B, C)``; padding has no influence.
 
         Packed samples are ids ``(T,)`` with lengths ``(B,)`` in the place of the mask.
         """
         if ids_BL.ndim == 1:
             return self._classify_packed(ids_BL, mask_BL.tolist())
         mask_BL = mask_BL.bool()
-        x_BLD, turn = self.embedding(ids_BL)
+        x_BLD, rotation = self.embedding(ids_BL)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, mask_BL=mask_BL, turn=turn)
+            x_BLD = layer(x_BLD, mask_BL=mask_BL, rotation=rotation)
         weight_BL1 = mask_BL.unsqueeze(2).to(x_BLD.dtype)
         total_BD = (self.norm(x_BLD) * weight_BL1).sum(dim=1)
         return self.head(total_BD / weight_BL1.sum(dim=1))
 
     def _classify_packed(self, ids_T: Tensor, lengths: list[int]) -> Tensor:
-        x_TD, turn = self.embedding(ids_T, lengths)
+        x_TD, rotation = self.embedding(ids_T, lengths)
         for layer in self.layers:
-            x_TD = layer(x_TD, turn=turn, lengths=lengths)
+            x_TD = layer(x_TD, rotation=rotation, lengths=lengths)
         means = [sample_LD.mean(dim=0) for sample_LD in self.norm(x_TD).split(lengths)]
         return self.head(torch.stack(means))
 
@@ -306,12 +306,12 @@ def attend_apart(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention ``(T, H, K)`` of packed samples, each computed by itself.
+    """Attention ``(T, H, K)`` of packed samples, computed per sample.
 
     Eight texts of 61 tokens in the mean, 4 heads of 64, forward and backward on a CPU: 6 ms this
     way, 16 padded for attention alone, 19 under a block-diagonal mask, 40 as nested tensors.
     """
-    found = [
+    outputs = [
         functional.scaled_dot_product_attention(
             q_HLK[None],
             k_HMK[None],
@@ -327,7 +327,7 @@ def attend_apart(
             strict=True,
         )
     ]
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 def rotary_angles(length: int, width: int) -> Tensor:
@@ -337,7 +337,7 @@ def rotary_angles(length: int, width: int) -> Tensor:
 
 
 def rotate(x_BHLK: Tensor, angles_Lk: Tensor) -> Tensor:
-    """Turn each pair of components by its angle; in float32, since angles grow with position."""
+    """Rotate each pair of components by its angle; in float32, since angles grow with position."""
     first, second = x_BHLK.float().chunk(2, dim=-1)
     cos, sin = angles_Lk.cos(), angles_Lk.sin()
     turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
@@ -363,7 +363,7 @@ def initialize(model: nn.Module, *, residuals: int, rule: WidthRule = STANDARD) 
 
 
 def check_sizes(*, width: int, layers: int, heads: int, dropout: float) -> None:
-    """Refuse sizes that make no model, naming the argument."""
+    """Check the sizes; errors name the argument."""
     if layers < 1 or heads < 1 or width < 1:
         raise ModelError(
             f"model.args: width {width}, layers {layers} and heads {heads} must be at least 1."

@@ -1,4 +1,4 @@
-"""What every task must do, as tests to inherit.
+"""Contract test of tasks, to inherit.
 
 In your own test suite::
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class TaskContract:
-    """The behaviours the engine relies on. Override ``make_task`` and ``make_job``."""
+    """Behaviour that the engine relies on. Override ``make_task`` and ``make_job``."""
 
     untrained: frozenset[str] = frozenset()
-    """Names of trainable parameters that rightly get no gradient from a small batch."""
+    """Names of trainable parameters without a gradient from a small batch."""
     tolerance: float = 1e-4
-    """Relative difference that rounding may make."""
+    """Relative tolerance for rounding."""
     _loaded: ClassVar[dict[type, tuple[Task, Splits]]] = {}
 
     def make_task(self) -> Task:
@@ -54,20 +54,20 @@ class TaskContract:
         """A job with little data and a small model."""
         raise NotImplementedError
 
-    def test_it_has_the_methods_of_the_door(self) -> None:
+    def test_it_has_the_methods_of_a_task(self) -> None:
         """The engine checks the same before training."""
         assert isinstance(self.make_task(), Task)
 
     def test_loading_again_gives_the_same_data(self) -> None:
         """A resumed run loads again and must continue on the same samples."""
-        (task, splits), (again, others) = self._load(), self._load_afresh()
+        (task, splits), (again, others) = self._load(), self._load_again()
         assert splits.fingerprint == others.fingerprint
         assert _lengths(splits) == _lengths(others)
         assert len(splits.train) > 0
         _assert_equal(_batch(task, splits.train, 4), _batch(again, others.train, 4))
 
     def test_the_same_seed_builds_the_same_model(self) -> None:
-        """Runs are comparable only if they start alike."""
+        """Runs are comparable only if they start from the same weights."""
         task, _ = self._load()
         first, second = self._build(task).state_dict(), self._build(task).state_dict()
         assert first.keys() == second.keys()
@@ -88,20 +88,20 @@ class TaskContract:
         """The engine divides by the true count: a mean here would weigh samples unevenly."""
         task, splits = self._load()
         model = self._build(task).eval()
-        whole = _batch(task, splits.train, 5)
-        singles = [task.collate([splits.train[index]]) for index in range(whole.samples)]
-        assert whole.samples == sum(single.samples for single in singles)
-        assert whole.items == sum(single.items for single in singles)
+        batch = _batch(task, splits.train, 5)
+        singles = [task.collate([splits.train[index]]) for index in range(batch.samples)]
+        assert batch.samples == sum(single.samples for single in singles)
+        assert batch.items == sum(single.items for single in singles)
         with torch.no_grad():
-            total = float(task.loss(model, whole)[0])
+            total = float(task.loss(model, batch)[0])
             parts = [float(task.loss(model, single)[0]) for single in singles]
         assert math.isfinite(total)
         assert math.isclose(total, sum(parts), rel_tol=self.tolerance, abs_tol=1e-5), (
-            f"the loss of {whole.samples} samples is {total}, of each alone {parts}"
+            f"the loss of {batch.samples} samples is {total}, of each alone {parts}"
         )
 
     def test_the_gradient_reaches_every_trainable_parameter(self) -> None:
-        """A parameter without one is never trained, and nobody would notice."""
+        """A parameter without a gradient is silently never trained."""
         task, splits = self._load()
         model = self._build(task).train()
         batch = _batch(task, splits.train, 8)
@@ -119,16 +119,16 @@ class TaskContract:
         assert without == self.untrained
 
     def test_the_loss_leaves_the_batch_as_it_was(self) -> None:
-        """The engine may use a batch again, for instance to measure."""
+        """The engine may reuse a batch, for instance to measure."""
         task, splits = self._load()
         model = self._build(task)
         batch = _batch(task, splits.train, 4)
-        kept = copy.deepcopy(batch)
+        original = copy.deepcopy(batch)
         task.loss(model, batch)[0].backward()
-        _assert_equal(batch, kept)
+        _assert_equal(batch, original)
 
-    def test_lengths_foretell_what_a_batch_costs(self) -> None:
-        """Batching by length, and the share of padding that is reported, go by them."""
+    def test_lengths_predict_the_size_of_a_batch(self) -> None:
+        """Bucketing, and the reported share of padding, depend on them."""
         task, splits = self._load()
         lengths = lengths_of(splits.train)
         batch = _batch(task, splits.train, 6)
@@ -140,7 +140,7 @@ class TaskContract:
         assert batch.padding == batch.tokens - sides.sum()
 
     def test_packing_changes_neither_loss_nor_gradient(self) -> None:
-        """Samples laid end to end must not see each other, nor count otherwise."""
+        """Packed samples must not affect each other."""
         task, splits = self._load()
         model = self._build(task).eval()
         if not isinstance(task, SupportsPacking) or not task.can_pack(model):
@@ -156,21 +156,21 @@ class TaskContract:
             loss = task.loss(model, batch)[0]
             (loss / batch.items).backward()
             losses.append(float(loss.detach()))
-            found = [weight.grad for weight in model.parameters() if weight.grad is not None]
-            gradients.append([gradient.clone() for gradient in found])
+            available = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            gradients.append([gradient.clone() for gradient in available])
         assert math.isclose(*losses, rel_tol=1e-5)
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
-    def test_a_scorer_gives_finite_metrics_and_the_one_people_quote(self) -> None:
-        """Also as JSON, since the report is made of it."""
+    def test_a_scorer_gives_finite_metrics_and_the_headline_metric(self) -> None:
+        """Also as JSON, for the report."""
         task, splits = self._load()
-        found = self._score(task, splits, size=4)
-        assert found.metrics or task.metric == "loss"
-        for name, value in found.metrics.items():
+        evaluation = self._score(task, splits, size=4)
+        assert evaluation.metrics or task.metric == "loss"
+        for name, value in evaluation.metrics.items():
             assert math.isfinite(value), name
-        assert task.metric == "loss" or task.metric in found.metrics
-        assert found.model_dump_json()
+        assert task.metric == "loss" or task.metric in evaluation.metrics
+        assert evaluation.model_dump_json()
 
     def test_metrics_do_not_depend_on_how_samples_are_batched(self) -> None:
         """A mean of means would favour the samples of a small last batch."""
@@ -182,7 +182,7 @@ class TaskContract:
             assert same, f"{name}: {value} in fours, {other.metrics[name]} in sevens"
 
     def test_exported_parts_hold_no_pickle(self, tmp_path: Path) -> None:
-        """Who opens an exported model must not run its maker's code."""
+        """Opening an exported model must not run code."""
         task, _ = self._load()
         self._build(task)
         if not isinstance(task, SavesArtifacts):
@@ -197,10 +197,10 @@ class TaskContract:
     def _load(self) -> tuple[Task, Splits]:
         """Once per class: loading may take seconds."""
         if type(self) not in self._loaded:
-            self._loaded[type(self)] = self._load_afresh()
+            self._loaded[type(self)] = self._load_again()
         return self._loaded[type(self)]
 
-    def _load_afresh(self) -> tuple[Task, Splits]:
+    def _load_again(self) -> tuple[Task, Splits]:
         task = self.make_task()
         return task, task.load(self.make_job())
 

@@ -1,4 +1,4 @@
-"""Answers that a scorer can ask the model to continue.
+"""Greedy decoding for scorers.
 
 Shapes: B batch, P prompt, L length of the window.
 """
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerativeOutputs:
-    """The scores of a batch, and a way to let the model write on its own."""
+    """Logits of a batch, and a function that generates text."""
 
     logits: Tensor
-    write: Callable[..., Tensor]
+    generate: Callable[..., Tensor]
 
 
 @torch.no_grad()
 def extend(
-    scores_of: Callable[[Tensor], Tensor],
+    logits_for: Callable[[Tensor], Tensor],
     prompts_BP: Tensor,
     *,
     count: int,
     length: int,
     fill: int,
 ) -> Tensor:
-    """The likeliest next token, ``count`` times: ``(B, count)``.
+    """Greedy decoding of ``count`` tokens: ``(B, count)``.
 
-    The window keeps its full ``length`` (later positions cannot be seen by earlier ones), so that
-    a compiled model meets one shape.
+    The window keeps its full ``length`` (causal models ignore later positions), so that
+    a compiled model sees only one shape.
     """
     start = prompts_BP.shape[1]
     window_BL = prompts_BP.new_full((len(prompts_BP), length), fill)
     window_BL[:, :start] = prompts_BP
     end = min(start + count, length)
-    for place in range(start, end):
-        window_BL[:, place] = scores_of(window_BL)[:, place - 1].argmax(dim=-1)
+    for position in range(start, end):
+        window_BL[:, position] = logits_for(window_BL)[:, position - 1].argmax(dim=-1)
     return window_BL[:, start:end]
 
 

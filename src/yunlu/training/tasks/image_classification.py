@@ -1,4 +1,4 @@
-"""Images to labels."""
+"""Image classification."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ _IMAGE_NAMES = ("image", "img", "picture", "pixels", "x")
 
 
 class ImageClassification(SingleLabelTask):
-    """Images to labels: one label per image, scored by accuracy.
+    """Image classification: one label per image, scored by accuracy.
 
-    Images become one shape and are normalised with the statistics of the training images, or with
-    those a pretrained model was trained with. The model gets ``(N, C, H, W)``; a Keras model gets
+    Images are resized to one shape and normalised with the statistics of the training images, or with
+    those of a pretrained model. The model gets ``(N, C, H, W)``; a Keras model gets
     its own order, a Hugging Face model ``pixel_values``.
     """
 
     special_keys = frozenset({"data.image_size", "train.label_smoothing"})
 
     def __init__(self) -> None:
-        self._by_name = self._channels_last = self._gives_shares = False
+        self._by_name = self._channels_last = self._gives_probabilities = False
 
     def load(self, job: Job) -> Splits:
-        """Read images and labels; small data is decoded once and kept."""
+        """Read images and labels; small data sets are decoded once and cached."""
         tables = load_tables(job.data, seed=job.train.seed)
         images = find_column(tables.train, sole_input(job.data), _IMAGE_NAMES, key="data.input")
         target = find_column(tables.train, job.data.target, LABEL_NAMES, key="data.target")
@@ -86,7 +86,7 @@ class ImageClassification(SingleLabelTask):
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model; one that expects other images is refused here, not in its first layer."""
+        """Build the model; refuses one that expects other image shapes."""
         model = build_model(
             job.model,
             builtins={"cnn": ConvNet},
@@ -96,7 +96,7 @@ class ImageClassification(SingleLabelTask):
         )
         if not self._by_name:
             check_call(model, ("images",))
-        self._gives_shares = ends_in_softmax(model)
+        self._gives_probabilities = ends_in_softmax(model)
         self._channels_last = _wants_channels_last(model, self.shape)
         return model
 
@@ -114,7 +114,7 @@ class ImageClassification(SingleLabelTask):
         )
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn an image into the model's input, and its output into a label."""
+        """Save the preprocessing settings and the labels."""
         parts = {
             "labels": self.labels.names,
             "channels": self.shape.channels,
@@ -133,22 +133,22 @@ class ImageClassification(SingleLabelTask):
     ) -> LabelledSamples[ImageArrays | ImageFiles] | None:
         if table is None:
             return None
-        # Labels first: a wrong one is found before thousands of images are decoded.
+        # Labels first: errors appear before thousands of images are decoded.
         targets = self.labels.encode(
             table[target], table[images], part=part, row_of=table.source_row
         )
         return LabelledSamples(load_images(table[images], self.shape), targets)
 
-    def _learn_normalisation(self, job: Job, pictures: ImageArrays | ImageFiles) -> None:
-        self._scale = infer_scale(pictures)
-        given = read_hf_preprocessor(job.model) if self._by_name else {}
-        start = read_artifacts(job.model)
-        if "deviation" in start:  # trained weights keep the normalisation they were trained with
-            mean, deviation = start["mean"], start["deviation"]
-        elif "image_mean" in given and "image_std" in given:
-            mean, deviation = given["image_mean"], given["image_std"]
+    def _learn_normalisation(self, job: Job, images: ImageArrays | ImageFiles) -> None:
+        self._scale = infer_scale(images)
+        preprocessor = read_hf_preprocessor(job.model) if self._by_name else {}
+        base = read_artifacts(job.model)
+        if "deviation" in base:  # initial weights keep their normalisation
+            mean, deviation = base["mean"], base["deviation"]
+        elif "image_mean" in preprocessor and "image_std" in preprocessor:
+            mean, deviation = preprocessor["image_mean"], preprocessor["image_std"]
         else:
-            mean, deviation = measure(pictures, self._scale)
+            mean, deviation = measure(images, self._scale)
         self._mean, self._deviation = (
             torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
             for values in (mean, deviation)
@@ -156,8 +156,8 @@ class ImageClassification(SingleLabelTask):
 
 
 def _choose_shape(job: Job, train: DataTable, images: str) -> ImageShape:
-    wanted = job.data.image_size
-    edges = None if wanted == "auto" else (wanted, wanted)
+    requested = job.data.image_size
+    edges = None if requested == "auto" else (requested, requested)
     if not names_hf(job.model.name):
         return infer_image_shape(train[images], edges=edges)
     config = read_hf_config(job.model)
@@ -166,7 +166,7 @@ def _choose_shape(job: Job, train: DataTable, images: str) -> ImageShape:
     if built_for and edges and edges != built_for:
         raise ModelError(
             f"{job.model.name} reads images of {built_for[1]} × {built_for[0]} pixels, "
-            f"but data.image_size is {wanted}.",
+            f"but data.image_size is {requested}.",
             hint="remove data.image_size, or set model.args.image_size with model.pretrained: false",
         )
     channels = getattr(config, "num_channels", 3)
@@ -174,7 +174,7 @@ def _choose_shape(job: Job, train: DataTable, images: str) -> ImageShape:
 
 
 def _wants_channels_last(model: nn.Module, shape: ImageShape) -> bool:
-    """Where a Keras model's input says so; sizes that do not fit the images are refused."""
+    """Whether a Keras model expects channels last; refuses a mismatch with the images."""
     expected = getattr(getattr(model, "keras_model", None), "input_shape", None)
     if not isinstance(expected, tuple) or len(expected) != 4:
         return False

@@ -1,4 +1,4 @@
-"""Short sounds to labels: spoken commands, events."""
+"""Keyword spotting: classification of short audio clips."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
-    SOUND_NAMES,
+    AUDIO_NAMES,
     LabelledSamples,
     Labels,
     SingleLabelTask,
-    choose_front,
+    choose_front_end,
     ends_in_softmax,
     label_config,
     read_hf_config,
@@ -38,37 +38,37 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.training.data.table import DataTable
 
-_WHOLE_SHARE = 0.99
-"""All but the longest percent of the training sounds stay whole: an outlier does not slow the rest."""
+_KEPT_SHARE = 0.99
+"""Share of training clips that are not truncated: outliers must not slow down the rest."""
 
 
 class KeywordSpotting(SingleLabelTask):
-    """Short sounds to labels: one label per sound, scored by accuracy.
+    """Keyword spotting: one label per audio clip, scored by accuracy.
 
-    Sounds become log-mel frames of one length, longer ones cut at the end, shorter ones padded; the
-    model gets them as images ``(N, 1, bands, frames)``. A Hugging Face model gets the wave itself
+    Clips become log-mel frames of one length, truncated or padded at the end; the
+    model gets them as images ``(N, 1, bands, frames)``. A Hugging Face model gets the waveform
     as ``input_values``.
     """
 
     special_keys = frozenset({"data.max_length", "data.sample_rate", "train.label_smoothing"})
 
     def __init__(self) -> None:
-        self._gives_shares = self._with_mask = False
+        self._gives_probabilities = self._with_mask = False
 
     def load(self, job: Job) -> Splits:
-        """Read sounds and labels; features are computed once and kept where they fit."""
+        """Read audio and labels; features are computed once and cached if they fit."""
         tables = load_tables(job.data, seed=job.train.seed)
-        sounds = find_column(tables.train, sole_input(job.data), SOUND_NAMES, key="data.input")
+        sounds = find_column(tables.train, sole_input(job.data), AUDIO_NAMES, key="data.input")
         target = find_column(tables.train, job.data.target, LABEL_NAMES, key="data.target")
         self._label_smoothing = job.train.label_smoothing
         self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
-        self.front = choose_front(job, tables.train[sounds][0])
+        self.front = choose_front_end(job, tables.train[sounds][0])
         self.labels = Labels.learn(tables.full_train[target], row_of=tables.full_train.source_row)
         train = self._read_part(tables.train, sounds, target, "training")
         assert train is not None
-        kept = train.inputs.cached
-        self.front.learn(kept)
-        self.length = _choose_length(job, kept, self.front.per_second)
+        cached = train.inputs.cached
+        self.front.learn(cached)
+        self.length = _choose_length(job, cached, self.front.per_second)
         return Splits(
             train=train,
             validation=self._read_part(tables.validation, sounds, target, "validation"),
@@ -83,7 +83,7 @@ class KeywordSpotting(SingleLabelTask):
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model; the built-in one sees the spectrogram as a grey image."""
+        """Build the model; the built-in one treats the spectrogram as a grey image."""
         model = build_model(
             job.model,
             builtins={"cnn": build_spectrogram_cnn},
@@ -93,11 +93,11 @@ class KeywordSpotting(SingleLabelTask):
         )
         if not isinstance(self.front, WaveformFrontEnd):
             check_call(model, ("spectrograms",))
-        self._gives_shares = ends_in_softmax(model)
+        self._gives_probabilities = ends_in_softmax(model)
         return model
 
     def collate(self, samples: Sequence[tuple[Tensor, int]]) -> Batch:
-        """Normalise, then cut or pad to the common length."""
+        """Normalise, then truncate or pad to the common length."""
         lengths = torch.tensor([min(len(sound), self.length) for sound, _ in samples])
         sounds = torch.stack([self._fit(sound) for sound, _ in samples])
         return Batch(
@@ -108,7 +108,7 @@ class KeywordSpotting(SingleLabelTask):
         )
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn a sound into the model's input, and its output into a label."""
+        """Save the front-end settings and the labels."""
         parts = {"labels": self.labels.names, "length": self.length, **self.front.describe()}
         text = json.dumps(parts, indent=2, ensure_ascii=False)
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
@@ -118,7 +118,7 @@ class KeywordSpotting(SingleLabelTask):
     ) -> LabelledSamples[AudioFeatures] | None:
         if table is None:
             return None
-        # Labels first: a wrong one is found before thousands of sounds are decoded.
+        # Labels first: errors appear before thousands of clips are decoded.
         targets = self.labels.encode(
             table[target], table[sounds], part=part, row_of=table.source_row
         )
@@ -146,7 +146,7 @@ def build_spectrogram_cnn(
     dropout: float = 0.1,
     stride: int = 2,
 ) -> ConvNet:
-    """The ``cnn`` for spectrograms: deep enough that a position sees all bands and a syllable.
+    """The ``cnn`` for spectrograms: its receptive field covers all bands and a syllable.
 
     On ``synthetic:spoken-words`` this reached 0.97 in 12 CPU seconds (10 epochs), where the two stages
     that suit small images reached 0.59 in 69 (8 epochs).
@@ -154,9 +154,9 @@ def build_spectrogram_cnn(
     return ConvNet(in_channels, classes, channels=channels, dropout=dropout, stride=stride)
 
 
-def _choose_length(job: Job, kept: Sequence[Tensor], per_second: int) -> int:
-    wanted = job.data.max_length
-    if wanted != "auto":
-        return max(1, wanted * per_second // FRAMES_PER_SECOND)
-    ordered = sorted(len(sound) for sound in kept)
-    return ordered[min(len(ordered) - 1, math.ceil(_WHOLE_SHARE * len(ordered)) - 1)]
+def _choose_length(job: Job, cached: Sequence[Tensor], per_second: int) -> int:
+    requested = job.data.max_length
+    if requested != "auto":
+        return max(1, requested * per_second // FRAMES_PER_SECOND)
+    ordered = sorted(len(sound) for sound in cached)
+    return ordered[min(len(ordered) - 1, math.ceil(_KEPT_SHARE * len(ordered)) - 1)]

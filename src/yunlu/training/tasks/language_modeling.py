@@ -1,4 +1,4 @@
-"""Text to the next token."""
+"""Language modelling."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from yunlu.training.data.tokenizer import Tokenizer
 
 _SHORT, _LONG, _MANY_BYTES = 128, 512, 8 << 20
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _EXAMPLES, _WRITTEN = 2, 32
 
 Texts = dict[str, list[str]]
-"""Documents by part: ``train``, and ``validation`` and ``test`` where there are any."""
+"""Documents by split: ``train``, and ``validation`` and ``test`` if any."""
 
 
 class LanguageModeling:
-    """Text to the next token, scored by perplexity and bits per byte.
+    """Language modelling: next-token prediction, scored by perplexity and bits per byte.
 
-    The text is one stream of tokens, cut into blocks; what is held out is its end, so that no
-    sentence stands on both sides. A Hugging Face model gets ``input_ids``; any other ``(ids,)``.
+    The text is one stream of tokens, split into blocks; its end is held out, so that no
+    sentence occurs in two splits. A Hugging Face model gets ``input_ids``; any other ``(ids,)``.
     """
 
     metric = "perplexity"
@@ -66,14 +66,14 @@ class LanguageModeling:
         self._by_name = False
 
     def load(self, job: Job) -> Splits:
-        """Read, tokenise once, cut into blocks."""
+        """Read, tokenise once, split into blocks."""
         texts, fingerprint = _read(job)
         self._label_smoothing = job.train.label_smoothing
         self._by_name = names_hf(job.model.name)
         self.tokenizer = choose_tokenizer(job.data, job.model, texts["train"], small="bytes")
         many = sum(map(len, texts["train"])) > _MANY_BYTES
         self.max_length = fit_length(job, self.tokenizer, wanted=_LONG if many else _SHORT)
-        blocks = {part: self._cut(texts[part], job.data, part) for part in texts}
+        blocks = {part: self._make_blocks(texts[part], job.data, part) for part in texts}
         return Splits(
             train=blocks["train"],
             validation=blocks.get("validation"),
@@ -89,7 +89,7 @@ class LanguageModeling:
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model, with an output per token of the vocabulary."""
+        """Build the model, with an output per token of the vocabulary."""
         model = build_model(
             job.model,
             builtins={"transformer": CausalTransformer},
@@ -104,7 +104,7 @@ class LanguageModeling:
         return model
 
     def collate(self, samples: Sequence[tuple[np.ndarray, float]]) -> Batch:
-        """Each token is an input, and the target of the one before it."""
+        """Pad the blocks; targets are the inputs shifted by one."""
         ids, mask = pad([block for block, _ in samples], self.tokenizer.pad)
         targets = ids[:, 1:].masked_fill(~mask[:, 1:], IGNORED)
         inputs = ids[:, :-1].contiguous()
@@ -122,35 +122,35 @@ class LanguageModeling:
         """Cross-entropy summed over the tokens."""
         logits = logits_of(call(model, batch))
         loss = loss_sum(logits, batch.targets[0], label_smoothing=self._label_smoothing)
-        return loss, GenerativeOutputs(logits, partial(self._write, model))
+        return loss, GenerativeOutputs(logits, partial(self._generate, model))
 
     def scorer(self) -> StreamScorer:
-        """Perplexity, bits per byte, accuracy of the next token, and text the model wrote."""
+        """Perplexity, bits per byte, next-token accuracy, and generated examples."""
         return StreamScorer(self.tokenizer)
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn text into the model's input and back."""
+        """Save the tokenizer and its settings."""
         save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
 
-    def _write(self, model: nn.Module, prompts: Tensor, count: int) -> Tensor:
-        def scores_of(ids: Tensor) -> Tensor:
+    def _generate(self, model: nn.Module, prompts: Tensor, count: int) -> Tensor:
+        def logits_for(ids: Tensor) -> Tensor:
             if self._by_name:
                 return logits_of(model(input_ids=ids, attention_mask=torch.ones_like(ids)))
             return logits_of(model(ids))
 
         length, fill = self.max_length, self.tokenizer.pad
-        return extend(scores_of, prompts, count=count, length=length, fill=fill)
+        return extend(logits_for, prompts, count=count, length=length, fill=fill)
 
-    def _cut(self, texts: list[str], data: DataSpec, part: str) -> TokenBlocks:
+    def _make_blocks(self, texts: list[str], data: DataSpec, part: str) -> TokenBlocks:
         stream = _encode_stream(self.tokenizer, texts)
         if len(stream) < 2:
-            raise DataError(f"the {part} text is empty: two tokens are the least to learn from")
+            raise DataError(f"the {part} text is empty: at least two tokens are needed")
         in_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
         return TokenBlocks(stream, length=self.max_length, in_bytes=in_bytes, limit=data.limit)
 
 
 class TokenBlocks:
-    """A stream of tokens in blocks that overlap by one: each token but the first is a target once."""
+    """Blocks of a token stream that overlap by one: each token but the first is a target once."""
 
     def __init__(
         self, stream: np.ndarray, *, length: int, in_bytes: int, limit: int | None = None
@@ -164,13 +164,13 @@ class TokenBlocks:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
-        """The block's tokens, and its targets' share of the bytes."""
+        """Tokens of a block, and the number of bytes of its targets."""
         block = self.stream[index * self.length : (index + 1) * self.length + 1]
         return block, (len(block) - 1) * self.bytes_per_token
 
 
 class StreamScorer:
-    """Sums over tokens; the loss is counted afresh, without label smoothing."""
+    """Sums over tokens; computes the loss without label smoothing."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -178,7 +178,7 @@ class StreamScorer:
         self._examples: list[Example] = []
 
     def add(self, outputs: GenerativeOutputs, batch: Batch) -> None:
-        """Take one batch; on the first, let the model go on from the middle of a block."""
+        """Add one batch; on the first, generate text from the middle of a block."""
         targets, in_bytes = batch.targets
         if not self._examples:
             self._examples = self._show(outputs, batch)
@@ -200,18 +200,18 @@ class StreamScorer:
         )
 
     def _show(self, outputs: GenerativeOutputs, batch: Batch) -> list[Example]:
-        given = batch.inputs
-        ids = (given["input_ids"] if isinstance(given, dict) else given[0])[:_EXAMPLES]
+        inputs = batch.inputs
+        ids = (inputs["input_ids"] if isinstance(inputs, dict) else inputs[0])[:_EXAMPLES]
         middle = ids.shape[1] // 2
         if middle == 0:
             return []
-        written = outputs.write(ids[:, :middle], _WRITTEN)
+        generated = outputs.generate(ids[:, :middle], _WRITTEN)
         expected = ids[:, middle : middle + _WRITTEN]
-        spell = self._tokenizer.decode
+        decode = self._tokenizer.decode
         return [
-            Example(input=spell(before), expected=spell(truth), predicted=spell(guess))
-            for before, truth, guess in zip(
-                ids[:, :middle].tolist(), expected.tolist(), written.tolist(), strict=True
+            Example(input=decode(before), expected=decode(truth), predicted=decode(prediction))
+            for before, truth, prediction in zip(
+                ids[:, :middle].tolist(), expected.tolist(), generated.tolist(), strict=True
             )
         ]
 
@@ -220,9 +220,9 @@ def _read(job: Job) -> tuple[Texts, str]:
     data = job.data
     if _is_table(data):
         tables = load_tables(data, seed=job.train.seed)
-        asked = data.input[0] if isinstance(data.input, list) and data.input else data.input
-        assert not isinstance(asked, list)
-        name = find_column(tables.train, asked, TEXT_NAMES, key="data.input")
+        requested = data.input[0] if isinstance(data.input, list) and data.input else data.input
+        assert not isinstance(requested, list)
+        name = find_column(tables.train, requested, TEXT_NAMES, key="data.input")
         parts = {"train": tables.train, "validation": tables.validation, "test": tables.test}
         texts = {
             part: texts_of(table, [name], part=part)
@@ -250,7 +250,7 @@ def _is_table(data: DataSpec) -> bool:
     location = locate(data.train, data.options)
     if location.is_folder:
         return not any(file.suffix == ".txt" for file in location.files())
-    # Prose, Markdown and programs are text; only the formats that hold columns are not.
+    # Anything but a columnar format is plain text.
     return SUFFIXES.get(location.suffix, "text") != "text"
 
 
@@ -263,39 +263,39 @@ def _read_texts(data: DataSpec) -> Texts:
 
 
 def _named_parts(data: DataSpec) -> Texts:
-    """``train.txt`` beside ``test.txt`` or ``validation.txt`` in a folder: its own parts."""
+    """Texts of ``train.txt`` beside ``test.txt`` or ``validation.txt`` in a folder."""
     if data.train.startswith("synthetic:"):
         return {}
     folder = locate(data.train, data.options)
-    found: dict[str, Location] = {}
+    files: dict[str, Location] = {}
     for child in folder.children() if folder.is_folder else ():
         part = PARTS.get(child.name.partition(".")[0].lower())
         if part is not None:
-            found[part] = child
-    if "train" not in found or len(found) < 2:
+            files[part] = child
+    if "train" not in files or len(files) < 2:
         return {}
-    return {part: [read_text(child.url, data.options)] for part, child in found.items()}
+    return {part: [read_text(child.url, data.options)] for part, child in files.items()}
 
 
 def _hold_out(texts: Texts, data: DataSpec) -> None:
-    """Cut what is not given off the end of the training text, between two lines."""
-    whole = texts["train"][0]
-    end = len(whole)
+    """Hold out missing splits from the end of the training text, between two lines."""
+    text = texts["train"][0]
+    end = len(text)
     for part, share in (("test", data.split.test), ("validation", data.split.validation)):
         if part in texts or not share:
             continue
-        start = end - max(1, round(share * len(whole)))
-        line = whole.rfind("\n", 0, start) + 1
-        # A text without line breaks is cut where the share says.
-        start = line if line > start - share * len(whole) / 2 else start
+        start = end - max(1, round(share * len(text)))
+        line = text.rfind("\n", 0, start) + 1
+        # A text without line breaks is split at the exact share.
+        start = line if line > start - share * len(text) / 2 else start
         if start < 1:
             raise DataError(
-                f"{len(whole)} characters of text are too few to hold out validation and test",
+                f"{len(text)} characters of text are too few to hold out validation and test",
                 hint="give more text, or name data.validation and data.test",
             )
-        texts[part] = [whole[start:end]]
+        texts[part] = [text[start:end]]
         end = start
-    texts["train"] = [whole[:end]]
+    texts["train"] = [text[:end]]
 
 
 def _encode_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
@@ -305,16 +305,16 @@ def _encode_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     for number, text in enumerate(texts):
         if number:
             arrays.append(np.array([tokenizer.eos], dtype=kind))
-        encoded = (tokenizer.encode_batch([piece])[0] for piece in _pieces(text))
+        encoded = (tokenizer.encode_batch([chunk])[0] for chunk in _chunks(text))
         arrays.extend(np.asarray(ids, dtype=kind) for ids in encoded)
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=kind)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """About a million characters at a time, cut after a line: lists of ids are large."""
+def _chunks(text: str) -> Iterator[str]:
+    """Chunks of about a million characters, split after a line: lists of ids are large."""
     start = 0
     while start < len(text):
-        cut = text.rfind("\n", start, start + _PIECE) + 1
-        end = len(text) if start + _PIECE >= len(text) else cut if cut > start else start + _PIECE
+        cut = text.rfind("\n", start, start + _CHUNK) + 1
+        end = len(text) if start + _CHUNK >= len(text) else cut if cut > start else start + _CHUNK
         yield text[start:end]
         start = end

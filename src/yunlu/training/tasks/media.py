@@ -1,4 +1,4 @@
-"""What classification and speech tasks share: labels, their loss, what a Hugging Face model expects."""
+"""Shared parts of classification and speech tasks: labels, loss, Hugging Face settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from yunlu.training.data.table import Column
     from yunlu.training.tasks.task import Samples
 
-SOUND_NAMES = ("audio", "sound", "wav", "speech", "x")
+AUDIO_NAMES = ("audio", "sound", "wav", "speech", "x")
 LABEL_NAMES = ("label", "labels", "target", "y", "class", "category", "word")
 RowOf = Callable[[int], int]
 
 HF_SAMPLE_RATE = 16_000
-"""What nearly every pretrained speech model listens at."""
+"""Sample rate of nearly every pretrained speech model."""
 
 
 def _from_one(index: int) -> int:
@@ -35,7 +35,7 @@ def _from_one(index: int) -> int:
 
 
 class Labels:
-    """The labels of a classification, in a fixed order: numbers by value, words by spelling."""
+    """Labels of a classification in a fixed order: numbers by value, words alphabetically."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -43,15 +43,15 @@ class Labels:
 
     @classmethod
     def learn(cls, column: Column, *, row_of: RowOf = _from_one) -> Labels:
-        """The labels that occur in the training data; ``row_of`` tells a sample's row in its source."""
-        found = {_label(value, row_of(row), "training") for row, value in enumerate(column)}
-        if len(found) < 2:
+        """Collect the labels of the training data; ``row_of`` gives a sample's row in its source."""
+        names = {_label(value, row_of(row), "training") for row, value in enumerate(column)}
+        if len(names) < 2:
             raise DataError(
-                f"the training data has the single label {next(iter(found))!r}",
-                hint="two or more are needed to tell apart; is data.target the right column?",
+                f"the training data has the single label {next(iter(names))!r}",
+                hint="two or more are needed; is data.target the right column?",
             )
-        numeric = all(name.lstrip("-").isdecimal() for name in found)
-        return cls(sorted(found, key=int if numeric else None))
+        numeric = all(name.lstrip("-").isdecimal() for name in names)
+        return cls(sorted(names, key=int if numeric else None))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -59,7 +59,7 @@ class Labels:
     def encode(
         self, column: Column, inputs: Column, *, part: str, row_of: RowOf = _from_one
     ) -> Tensor:
-        """Their indices; a label that training has not seen is refused with its row or file."""
+        """Indices of the labels; an unknown label is an error with its row or file."""
         indices = torch.empty(len(column), dtype=torch.int64)
         for row, value in enumerate(column):
             name = _label(value, row_of(row), part)
@@ -67,7 +67,7 @@ class Labels:
                 source = f" ({inputs[row]})" if isinstance(inputs[row], FileRef) else ""
                 raise DataError(
                     f"the {part} data has the label {name!r} in row {row_of(row)}{source}, "
-                    "which the training data has not",
+                    "which does not occur in the training data",
                     hint=f"known labels: {_listing(self.names)}",
                 )
             indices[row] = self._indices[name]
@@ -91,14 +91,14 @@ class LabelledSamples(Generic[Inputs]):
         return self.inputs[index], int(self.targets[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Several pairs, the inputs by one gather where they allow it."""
-        many = getattr(self.inputs, "__getitems__", None)
-        inputs = many(indices) if many else [self.inputs[index] for index in indices]
+        """Several pairs; inputs in one call if supported."""
+        getitems = getattr(self.inputs, "__getitems__", None)
+        inputs = getitems(indices) if getitems else [self.inputs[index] for index in indices]
         return list(zip(inputs, self.targets[torch.as_tensor(indices)].tolist(), strict=True))
 
 
 def sole_input(data: DataSpec) -> str | None:
-    """The one column a job names as input, if it names any."""
+    """The single input column of a job, if named."""
     if not isinstance(data.input, list):
         return data.input
     if len(data.input) != 1:
@@ -107,11 +107,11 @@ def sole_input(data: DataSpec) -> str | None:
 
 
 def classification_loss(
-    outputs: Any, targets: Tensor, *, classes: int, label_smoothing: float, are_shares: bool
+    outputs: Any, targets: Tensor, *, classes: int, label_smoothing: float, are_probabilities: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the samples, and the scores; the model must know every label.
+    """Cross-entropy summed over the samples, and the logits; checks their shape.
 
-    ``are_shares`` says that the model ends in a softmax already, as Keras models often do.
+    ``are_probabilities``: the model ends in a softmax, as Keras models often do.
     """
     scores = logits_of(outputs)
     if scores.shape != (len(targets), classes):
@@ -120,39 +120,39 @@ def classification_loss(
             f"{(len(targets), classes)} was expected: one per sample and label",
             hint=f"its last layer needs {classes} outputs",
         )
-    if are_shares:
+    if are_probabilities:
         scores = scores.float().clamp(min=1e-7).log()
     return loss_sum(scores, targets, label_smoothing=label_smoothing), scores
 
 
 class SingleLabelTask:
-    """What tasks that answer each sample with one label do alike."""
+    """Base of tasks that predict one label per sample."""
 
     metric = "accuracy"
     labels: Labels
     _label_smoothing: float
-    _gives_shares: bool
+    _gives_probabilities: bool
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """Cross-entropy summed over the samples."""
         return classification_loss(
-            self._answers(model, batch),
+            self._outputs_of(model, batch),
             batch.targets,
             classes=len(self.labels),
             label_smoothing=self._label_smoothing,
-            are_shares=self._gives_shares,
+            are_probabilities=self._gives_probabilities,
         )
 
     def scorer(self) -> ClassScorer:
         """Accuracy, macro-F1 and confusion."""
         return ClassScorer(self.labels.names)
 
-    def _answers(self, model: nn.Module, batch: Batch) -> Any:
+    def _outputs_of(self, model: nn.Module, batch: Batch) -> Any:
         return call(model, batch)
 
 
 def ends_in_softmax(model: Any) -> bool:
-    """Whether a Keras model's last layer gives shares that add up to one instead of scores."""
+    """Whether a Keras model's last layer gives probabilities instead of logits."""
     layers = getattr(getattr(model, "keras_model", None), "layers", None)
     if not layers:
         return False
@@ -162,7 +162,7 @@ def ends_in_softmax(model: Any) -> bool:
 
 
 def read_hf_config(spec: ModelSpec) -> Any:
-    """The configuration of an ``hf:`` model with the job's arguments, before it is built."""
+    """Configuration of an ``hf:`` model with the job's arguments."""
     try:
         from transformers import AutoConfig  # noqa: PLC0415 - seconds to import, and optional
     except ImportError as error:
@@ -180,39 +180,39 @@ def read_hf_config(spec: ModelSpec) -> Any:
 
 
 def read_hf_preprocessor(spec: ModelSpec) -> dict[str, Any]:
-    """How pretrained weights expect their inputs; empty where the directory does not say."""
+    """Preprocessor settings of pretrained weights; empty if there are none."""
     path = find_hf_directory(spec.name) / "preprocessor_config.json"
     if not spec.pretrained or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
-def choose_front(job: Job, first: Any) -> LogMelFrontEnd | WaveformFrontEnd:
-    """What the model hears: waves for Hugging Face models, log-mel frames for all others.
+def choose_front_end(job: Job, first: Any) -> LogMelFrontEnd | WaveformFrontEnd:
+    """The audio front end: waveforms for Hugging Face models, log-mel frames for all others.
 
-    The rate is the job's, else the one a pretrained model was trained at, else the first file's.
+    The sample rate is the job's, else the pretrained model's, else the first file's.
     """
-    wanted = job.data.sample_rate
+    sample_rate = job.data.sample_rate
     if names_hf(job.model.name):
         usual = read_hf_preprocessor(job.model).get("sampling_rate", HF_SAMPLE_RATE)
-        return WaveformFrontEnd(usual if wanted == "auto" else wanted)
-    return LogMelFrontEnd(read_audio(first)[1] if wanted == "auto" else wanted)
+        return WaveformFrontEnd(usual if sample_rate == "auto" else sample_rate)
+    return LogMelFrontEnd(read_audio(first)[1] if sample_rate == "auto" else sample_rate)
 
 
 def wants_mask(config: Any) -> bool:
     """Whether a Hugging Face speech model was trained with padding masked.
 
-    Those that normalise each channel over time (``group``) were not, and answer worse with it.
+    Those with group normalisation over time were not, and are less accurate with a mask.
     """
     return getattr(config, "feat_extract_norm", "layer") == "layer"
 
 
 def label_config(labels: Labels) -> dict[str, Any]:
-    """What a Hugging Face classifier needs to know of the labels; it is exported with them."""
+    """Label settings for a Hugging Face configuration; exported with the model."""
     return {
         "num_labels": len(labels),
         "id2label": dict(enumerate(labels.names)),

@@ -1,4 +1,4 @@
-"""A task made of live objects: ``yunlu.train(model=net, data=(x, y), loss=nn.CrossEntropyLoss())``."""
+"""Task of in-memory objects: ``yunlu.train(model=net, data=(x, y), loss=nn.CrossEntropyLoss())``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ObjectTask:
 
     ``data`` is a pair of arrays or tensors, a torch ``Dataset``, or a mapping with the keys
     ``train``, ``validation`` and ``test`` of either. A loss with a ``reduction`` is summed over the
-    items it counts; any other is taken as the mean over the samples of its batch. ``metrics`` are
+    items it counts; any other must be the mean over the samples of its batch. ``metrics`` are
     named functions of (outputs, targets), averaged over samples.
     """
 
@@ -52,12 +52,12 @@ class ObjectTask:
         _check_parts(model, data, loss)
         self._model, self._data, self._metrics = model, data, dict(metrics or {})
         self._loss = loss
-        self._summed: Loss | None = None
+        self._summed_loss: Loss | None = None
         self._is_classes = False
         self.metric = "loss"
 
     def load(self, job: Job) -> Splits:
-        """Wrap the user's data; parts that are not given are held out of the training data."""
+        """Wrap the user's data; missing splits are held out of the training data."""
         parts = self._parts()
         held = job.data.split
         if not len(parts["train"]):
@@ -65,7 +65,7 @@ class ObjectTask:
         if "validation" not in parts and "test" not in parts:
             parts = _hold_out(parts["train"], held.validation, held.test, seed=job.train.seed)
         _, target = _pair(parts["train"][0])
-        self._settle_loss(torch.as_tensor(target))
+        self._choose_loss(torch.as_tensor(target))
         return Splits(
             train=parts["train"],
             validation=parts.get("validation"),
@@ -75,11 +75,11 @@ class ObjectTask:
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The user's module as it is; a Keras model is made to follow train and eval."""
+        """The user's module; a Keras model is wrapped."""
         return as_module(self._model, job.model.name)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Stack pairs; a pair of tensors that is already stacked is taken as it is."""
+        """Stack pairs, unless already stacked."""
         if isinstance(samples, _Stacked):
             inputs, targets = samples.inputs, samples.targets
         else:
@@ -95,16 +95,16 @@ class ObjectTask:
         """The user's loss as a sum."""
         assert self._loss is not None, "load comes first"
         outputs = call(model, batch)
-        answers = outputs if _is_bare(outputs) else logits_of(outputs)
-        if isinstance(answers, Tensor) and answers.dtype in _LOW:
-            answers = answers.float()  # losses are computed in FP32, as in every task
-        if self._summed is not None:
-            return self._summed(answers, batch.targets), answers
-        return self._loss(answers, batch.targets) * batch.samples, answers
+        predictions = outputs if _is_bare(outputs) else logits_of(outputs)
+        if isinstance(predictions, Tensor) and predictions.dtype in _LOW:
+            predictions = predictions.float()  # losses are computed in FP32, as in every task
+        if self._summed_loss is not None:
+            return self._summed_loss(predictions, batch.targets), predictions
+        return self._loss(predictions, batch.targets) * batch.samples, predictions
 
     def scorer(self) -> Scorer:
-        """Accuracy for classes, errors for numbers, only the loss for anything else."""
-        return _LateScorer(is_classes=self._is_classes, metrics=self._metrics)
+        """Accuracy for classes, errors for numbers, otherwise only the loss."""
+        return _InferredScorer(is_classes=self._is_classes, metrics=self._metrics)
 
     def _parts(self) -> dict[str, Samples]:
         if not isinstance(self._data, Mapping):
@@ -116,11 +116,11 @@ class ObjectTask:
             raise DataError("data has no 'train' part.", hint="Pass {'train': (x, y), ...}.")
         return {name: _as_samples(part) for name, part in self._data.items() if part is not None}
 
-    def _settle_loss(self, target: Tensor) -> None:
+    def _choose_loss(self, target: Tensor) -> None:
         if self._loss is None:
             classes = not target.is_floating_point() and target.ndim == 0
             self._loss = nn.CrossEntropyLoss() if classes else nn.MSELoss()
-        self._summed = _summed(self._loss)
+        self._summed_loss = _summed_loss(self._loss)
         name = getattr(self._loss, "__name__", type(self._loss).__name__)
         self._is_classes = name in {
             "CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"
@@ -129,8 +129,8 @@ class ObjectTask:
             self.metric = "accuracy"
 
     def _items(self, targets: Tensor) -> int:
-        """What the mean of the user's loss divides by."""
-        if self._summed is None:
+        """Number of items that the user's loss averages over."""
+        if self._summed_loss is None:
             return len(targets)
         ignored = getattr(self._loss, "ignore_index", -100)
         if self._is_classes:
@@ -159,7 +159,7 @@ def _check_parts(model: Any, data: Any, loss: Any) -> None:
 
 
 class _Stacked:
-    """Many samples fetched in one go."""
+    """Many samples fetched in one call."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -178,12 +178,12 @@ class _Pairs:
         return self.inputs[index], self.targets[index]
 
     def fetch_array(self, indices: np.ndarray) -> _Stacked:
-        """Many at once, without a list of Python numbers between."""
+        """Many samples by an index array."""
         chosen = torch.from_numpy(indices)
         return _Stacked(self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen))
 
 
-class _LateScorer:
+class _InferredScorer:
     """Chooses its metrics by the shapes of the first batch."""
 
     def __init__(self, *, is_classes: bool, metrics: dict[str, Loss]) -> None:
@@ -200,7 +200,7 @@ class _LateScorer:
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return
         if self._is_classes and not targets.is_floating_point():
-            if outputs.ndim > 2:  # torch keeps classes in the second place
+            if outputs.ndim > 2:  # torch has classes in dimension 1
                 outputs = outputs.movedim(1, -1)
             self._scorer = self._scorer or ClassScorer([str(i) for i in range(outputs.shape[-1])])
             self._scorer.add(outputs, targets)
@@ -209,9 +209,9 @@ class _LateScorer:
             self._scorer.add(outputs, targets)
 
     def result(self) -> Evaluation:
-        found = self._scorer.result() if self._scorer else Evaluation(metrics={})
-        own = {name: total / max(self._samples, 1) for name, total in self._sums.items()}
-        return found.model_copy(update={"metrics": found.metrics | own})
+        evaluation = self._scorer.result() if self._scorer else Evaluation(metrics={})
+        custom = {name: total / max(self._samples, 1) for name, total in self._sums.items()}
+        return evaluation.model_copy(update={"metrics": evaluation.metrics | custom})
 
 
 def _as_samples(part: Any) -> Samples:
@@ -223,7 +223,7 @@ def _as_samples(part: Any) -> Samples:
     if hasattr(part, "__getitem__") and hasattr(part, "__len__"):
         return part
     raise DataError(
-        f"data is a {type(part).__name__}, which has no length or no order.",
+        f"data is a {type(part).__name__}, which is not a map-style data set.",
         hint="Pass (inputs, targets), a map-style torch Dataset, or {'train': ..., 'test': ...}.",
     )
 
@@ -247,7 +247,7 @@ def _pair(sample: Any) -> tuple[Any, Any]:
 
 def _hold_out(samples: Samples, validation: float, test: float, *, seed: int) -> dict[str, Samples]:
     size = len(samples)
-    # An epoch number no training reaches keeps this order apart from the order of training.
+    # An unreachable epoch number makes this order independent of the training order.
     order = permute(np.arange(size, dtype=np.uint64), size, seed=seed, epoch=2**63).tolist()
     held = round(size * validation)
     tested = round(size * test)
@@ -258,7 +258,7 @@ def _hold_out(samples: Samples, validation: float, test: float, *, seed: int) ->
 
 def _fingerprint(samples: Samples) -> str:
     digest = xxhash.xxh3_128(str(len(samples)).encode())
-    step = max(len(samples) // 1024, 1)  # a spread of samples: user data may be slow to read
+    step = max(len(samples) // 1024, 1)  # a sample: user data may be slow to read
     for index in range(0, len(samples), step):
         for value in _pair(samples[index]):
             digest.update(np.ascontiguousarray(torch.as_tensor(value).numpy()).tobytes()
@@ -270,14 +270,14 @@ def _is_bare(outputs: Any) -> bool:
     return isinstance(outputs, (Tensor, tuple, list, dict)) and not hasattr(outputs, "logits")
 
 
-def _summed(loss: Any) -> Loss | None:
-    """The same loss as a sum, where it has a reduction to choose."""
+def _summed_loss(loss: Any) -> Loss | None:
+    """The same loss with sum reduction; None if it has no reduction."""
     if isinstance(loss, nn.Module):
         if not hasattr(loss, "reduction"):
             return None
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.weight is not None:
             raise JobError(
-                "A class-weighted loss averages by weight, which the count of samples cannot keep.",
+                "A class-weighted loss averages by weight, which is not supported.",
                 hint="Pass a function that weighs each sample and returns the mean.",
             )
         summing: Any = copy.copy(loss)

@@ -1,4 +1,4 @@
-"""Users and items to a rating, or, without ratings, to what a user will choose next."""
+"""Recommendation: rating prediction, or ranking of implicit feedback."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ USERS = ("user", "userid", "customer", "customerid", "reviewer", "reviewerid", "
 ITEMS = ("item", "itemid", "film", "filmid", "movie", "movieid", "product", "productid", "book")
 RATINGS = ("rating", "ratings", "stars", "score", "target", "label", "y")
 TRAIN_NEGATIVES, TEST_NEGATIVES, CUT = 4, 99, 10
-"""Items not chosen, drawn beside each chosen one: to learn from, to rank among (hit rate at 10)."""
+"""Negative samples per positive item: in training, and for ranking (hit rate at 10)."""
 _NEGATIVE_STREAM = 3
 
 
 class UserItemPairs(NamedTuple):
-    """Interactions ``(samples, candidates)``: one candidate with a rating, or a choice and others."""
+    """Interactions ``(samples, candidates)``: one rated item, or a positive and negatives."""
 
     users: Tensor
     items: Tensor
@@ -44,7 +44,7 @@ class UserItemPairs(NamedTuple):
 
 
 class UserItemSamples:
-    """A whole part in memory, as tensors."""
+    """A split in memory, as tensors."""
 
     def __init__(self, users: np.ndarray, items: np.ndarray, targets: np.ndarray) -> None:
         self._all = UserItemPairs(*map(torch.from_numpy, (users, items, targets)))
@@ -56,13 +56,13 @@ class UserItemSamples:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[UserItemPairs]:
-        """Torch's convention for fetching in one go; here all come as one ``UserItemPairs``."""
+        """Torch's convention for batched fetching; all samples as one ``UserItemPairs``."""
         chosen = torch.tensor(indices)
         return [UserItemPairs(*(tensor[chosen] for tensor in self._all))]
 
 
 class Recommendation:
-    """Ratings are predicted (RMSE); bare choices are ranked against items not chosen (AUC)."""
+    """Rating prediction (RMSE), or ranking of chosen items against negatives (AUC)."""
 
     metric = "rmse"
     special_keys = frozenset[str]()
@@ -74,13 +74,13 @@ class Recommendation:
         self._mean, self._std = 0.0, 1.0
 
     def load(self, job: Job) -> Splits:
-        """Read interactions; number users and items by the training part."""
+        """Read interactions; index users and items of the training split."""
         tables = load_tables(job.data, seed=job.train.seed)
         self._columns = _find_columns(job, tables.train)
         user, item, rating = self._columns
-        # 0 is whoever was not seen in training.
-        self._users = {name: place for place, name in enumerate(_names(tables.train, user), 1)}
-        self._items = {name: place for place, name in enumerate(_names(tables.train, item), 1)}
+        # 0 means not seen in training.
+        self._users = {name: index for index, name in enumerate(_names(tables.train, user), 1)}
+        self._items = {name: index for index, name in enumerate(_names(tables.train, item), 1)}
         if rating is None:
             self.metric = "auc"
             parts = self._choices(tables, seed=job.train.seed)
@@ -162,7 +162,7 @@ class Recommendation:
         return UserItemSamples(users[:, None], items[:, None], scaled.astype(np.float32)[:, None])
 
     def _choices(self, tables: Tables, *, seed: int) -> dict[str, UserItemSamples]:
-        """Each choice beside items its user never chose in any part, drawn once for all epochs."""
+        """Positive items with negatives that the user never chose, drawn once for all epochs."""
         numbers = {part: self._numbers(table) for part, table in _parts(tables)}
         chosen = np.unique(
             np.concatenate(
@@ -170,10 +170,10 @@ class Recommendation:
             )
         )
         samples: dict[str, UserItemSamples] = {}
-        for place, (part, (users, items)) in enumerate(numbers.items()):
-            rng = np.random.default_rng((seed, _NEGATIVE_STREAM, place))
+        for number, (part, (users, items)) in enumerate(numbers.items()):
+            rng = np.random.default_rng((seed, _NEGATIVE_STREAM, number))
             count = TRAIN_NEGATIVES if part == "training" else TEST_NEGATIVES
-            others = _draw_others(users, count, chosen, items=len(self._items), rng=rng)
+            others = _draw_negatives(users, count, chosen, items=len(self._items), rng=rng)
             candidates = np.concatenate([items[:, None], others], axis=1)
             targets = np.zeros(candidates.shape, dtype=np.float32)
             targets[:, 0] = 1.0
@@ -189,14 +189,14 @@ class Recommendation:
 
 
 class RankingScorer:
-    """Where the chosen item, first of its row, stands among the others; ties count half."""
+    """Rank of the positive item, first of its row, among negatives; ties count half."""
 
     def __init__(self) -> None:
         self._count = 0
         self._above = self._hits = 0.0
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Take one score per pair of the batch."""
+        """Add one score per pair of the batch."""
         scores = logits_of(outputs).detach().reshape(batch.targets.shape).cpu().double()
         choice, others = scores[:, :1], scores[:, 1:]
         worse = (others < choice).sum(dim=1) + 0.5 * (others == choice).sum(dim=1)
@@ -217,17 +217,17 @@ class RankingScorer:
 
 
 def _find_columns(job: Job, table: DataTable) -> tuple[str, str, str | None]:
-    asked = job.data.input
-    if asked is not None and (isinstance(asked, str) or len(asked) != 2):
-        raise DataError(f"data.input is {asked!r}; expected two columns: [user, item]")
-    if asked is None and not (
+    requested = job.data.input
+    if requested is not None and (isinstance(requested, str) or len(requested) != 2):
+        raise DataError(f"data.input is {requested!r}; expected two columns: [user, item]")
+    if requested is None and not (
         conventional_column(table, USERS) and conventional_column(table, ITEMS)
     ):
         raise DataError(
             f"cannot tell which columns are user and item: the data has {', '.join(table.columns)}",
             hint="name them: data.input: [USER_COLUMN, ITEM_COLUMN]",
         )
-    user, item = asked or (None, None)
+    user, item = requested or (None, None)
     rating = job.data.target or conventional_column(table, RATINGS)
     if rating is not None:
         table[rating]  # an unknown name is an error that suggests the nearest
@@ -264,10 +264,10 @@ def _parts(tables: Tables) -> list[tuple[str, DataTable]]:
     return [(part, table) for part, table in named if table is not None]
 
 
-def _draw_others(
+def _draw_negatives(
     users: np.ndarray, count: int, chosen: np.ndarray, *, items: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """For each user ``count`` known items that are not among the user's choices."""
+    """Negative sampling: for each user ``count`` items that the user did not choose."""
     drawn = rng.integers(1, items + 1, size=(len(users), count))
     for _ in range(200):
         wrong = np.isin(users[:, None] * (items + 1) + drawn, chosen)

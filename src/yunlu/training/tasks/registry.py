@@ -1,4 +1,4 @@
-"""Find a task: by entry point, or the user's own class."""
+"""Lookup of tasks: by entry point, or the user's own class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from yunlu.training.tasks.task import Task
 
 
 def open_task(name: str) -> Task:
-    """The task a job names, ready to load."""
-    found = entry_points(group="yunlu.tasks", name=name)
-    if found:
-        task = next(iter(found)).load()()
+    """The task that a job names."""
+    points = entry_points(group="yunlu.tasks", name=name)
+    if points:
+        task = next(iter(points)).load()()
     elif names_object(name):
         task = make_object(name)
     else:
@@ -21,7 +21,7 @@ def open_task(name: str) -> Task:
         raise JobError(f"There is no task {name!r}.", hint=did_you_mean(name, known))
     if not isinstance(task, Task):
         needed = ("metric", "load", "build", "collate", "loss", "scorer")
-        missing = ", ".join(part for part in needed if not hasattr(task, part))
+        missing = ", ".join(attribute for attribute in needed if not hasattr(task, attribute))
         raise JobError(
             f"{name} is not a task: it lacks {missing}.",
             hint="See yunlu.training.tasks.task.Task; its contract test shows what each must do.",

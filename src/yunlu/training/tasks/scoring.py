@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IGNORED = -100
-"""A target that counts neither in the loss nor in a metric: padding."""
+"""Target of padding: ignored by loss and metrics."""
 _CONFUSION_LIMIT = 100
 
 
 def loss_sum(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = IGNORED
 ) -> Tensor:
-    """Cross-entropy summed over the targets that count, in float32 whatever the model's precision.
+    """Cross-entropy summed over the counted targets, in float32 whatever the model's precision.
 
     ``logits`` are ``(..., classes)`` and ``targets`` ``(...)``.
     """
@@ -36,7 +36,7 @@ def loss_sum(
 
 
 class ClassScorer:
-    """Accuracy, macro-F1, top-k accuracy and confusion, from counts alone: no logits are kept."""
+    """Accuracy, macro-F1, top-k accuracy and confusion matrix; stores counts only."""
 
     def __init__(self, labels: Sequence[str], top: int = 5) -> None:
         self._labels = [str(label) for label in labels]
@@ -46,26 +46,26 @@ class ClassScorer:
         self._counts: dict[str, Tensor] = {}
 
     def add(self, outputs: Any, batch: Batch | Tensor) -> None:
-        """Take logits ``(..., classes)``, bare or in a model output, and a batch or its targets."""
+        """Add logits ``(..., classes)``, bare or in a model output, and a batch or its targets."""
         classes = len(self._labels)
         truth = batch.targets if isinstance(batch, Batch) else batch
         scores = logits_of(outputs).detach().reshape(-1, classes)
         truth = truth.to(scores.device).reshape(-1)
         counted = truth != IGNORED
         scores, truth = scores[counted], truth[counted]
-        guess = scores.argmax(dim=-1)
+        predicted = scores.argmax(dim=-1)
         self._count("true", torch.bincount(truth, minlength=classes))
-        self._count("guessed", torch.bincount(guess, minlength=classes))
-        self._count("right", torch.bincount(truth[guess == truth], minlength=classes))
+        self._count("guessed", torch.bincount(predicted, minlength=classes))
+        self._count("right", torch.bincount(truth[predicted == truth], minlength=classes))
         if self._top:
             best = scores.topk(self._top, dim=-1).indices
             self._count("top", (best == truth[:, None]).any(dim=-1).sum())
         if self._with_confusion:
-            cells = torch.bincount(truth * classes + guess, minlength=classes * classes)
+            cells = torch.bincount(truth * classes + predicted, minlength=classes * classes)
             self._count("confusion", cells)
 
     def result(self) -> Evaluation:
-        """``accuracy``, ``macro_f1`` over the labels that occur, ``top5_accuracy`` where it means something."""
+        """``accuracy``, ``macro_f1`` over occurring labels, ``top5_accuracy`` for many labels."""
         if not self._counts:
             return Evaluation(metrics={"accuracy": math.nan, "macro_f1": math.nan})
         counts = {name: tensor.cpu() for name, tensor in self._counts.items()}
@@ -93,8 +93,8 @@ class ClassScorer:
 class RegressionScorer:
     """MSE, RMSE, MAE and R², in the target's own units.
 
-    The model answers the target less some constant, divided by ``scale``; sums are kept there, in float64, where numbers
-    are small, and scaled back at the end.
+    The model predicts standardised targets (divided by ``scale``); sums are accumulated in float64 and
+    scaled back at the end.
     """
 
     def __init__(self, *, scale: float = 1.0) -> None:
@@ -104,17 +104,17 @@ class RegressionScorer:
         self._mean = self._spread = 0.0
 
     def add(self, outputs: Any, batch: Batch | Tensor) -> None:
-        """Take scaled predictions and a batch, or its scaled targets, of the same number."""
+        """Add scaled predictions and a batch, or its scaled targets."""
         truth = batch.targets if isinstance(batch, Batch) else batch
         truth = truth.detach().cpu().double().reshape(-1)
-        guess = logits_of(outputs).detach().cpu().double().reshape(-1)
-        error = guess - truth
+        predicted = logits_of(outputs).detach().cpu().double().reshape(-1)
+        error = predicted - truth
         self._squared += float(error.square().sum())
         self._absolute += float(error.abs().sum())
         self._merge(truth)
 
     def result(self) -> Evaluation:
-        """``rmse``, ``mse``, ``mae``, ``r2`` (``nan`` where the targets do not vary)."""
+        """``rmse``, ``mse``, ``mae``, ``r2`` (``nan`` for constant targets)."""
         count = max(self._count, 1)
         mse = self._squared / count * self._scale**2
         r2 = 1 - self._squared / self._spread if self._spread > 0 else math.nan
@@ -122,13 +122,13 @@ class RegressionScorer:
         return Evaluation(metrics={"rmse": math.sqrt(mse), "mse": mse, "mae": mae, "r2": r2})
 
     def _merge(self, truth: Tensor) -> None:
-        # Chan, Golub and LeVeque (1983): squared deviations of two groups from those of each.
+        # Chan, Golub and LeVeque (1983): merge of squared deviations.
         added = truth.numel()
         if not added:
             return
         mean = float(truth.mean())
-        apart, total = mean - self._mean, self._count + added
+        difference, total = mean - self._mean, self._count + added
         self._spread += float((truth - mean).square().sum())
-        self._spread += apart**2 * self._count * added / total
-        self._mean += apart * added / total
+        self._spread += difference**2 * self._count * added / total
+        self._mean += difference * added / total
         self._count = total

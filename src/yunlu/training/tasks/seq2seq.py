@@ -1,4 +1,4 @@
-"""Texts to texts."""
+"""Sequence-to-sequence learning."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SOURCE_NAMES = ("source", "src", "input", "article", "document", "question", "pr
 TARGET_NAMES = (
     "target", "tgt", "output", "summary", "translation", "answer", "response", "completion", "label", "y",
 )  # fmt: skip
-_WRITTEN, _EXAMPLES = 200, 6
+_GENERATED, _EXAMPLES = 200, 6
 
 
 class Seq2Seq:
-    """Texts to texts, scored by exact match of what the model writes on its own.
+    """Sequence-to-sequence learning, scored by exact match of generated texts.
 
     A Hugging Face model gets ``input_ids``, ``attention_mask`` and ``decoder_input_ids``; any other
     ``(source, source_mask, target)``, where the target begins with ``bos``.
@@ -90,7 +90,7 @@ class Seq2Seq:
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model, with an output per token of the vocabulary."""
+        """Build the model, with an output per token of the vocabulary."""
         model = build_model(
             job.model,
             builtins={"transformer": Seq2SeqTransformer},
@@ -105,14 +105,14 @@ class Seq2Seq:
         return model
 
     def collate(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        """Pad both sides; the decoder reads the target one place late, behind ``bos``."""
+        """Pad both sides; the decoder input is the target shifted by one, after ``bos``."""
         source, source_mask = pad([source for source, _ in samples], self.tokenizer.pad)
         target, target_mask = pad([target for _, target in samples], self.tokenizer.pad)
         begin = torch.full((len(samples), 1), self.tokenizer.bos)
         named = {"input_ids": source, "attention_mask": source_mask.long()}
-        given = (source, source_mask, torch.cat((begin, target[:, :-1]), dim=1))
+        positional = (source, source_mask, torch.cat((begin, target[:, :-1]), dim=1))
         return Batch(
-            inputs=named if self._by_name else given,
+            inputs=named if self._by_name else positional,
             targets=target.masked_fill(~target_mask, IGNORED),
             samples=len(samples),
             items=int(target_mask.sum()),
@@ -121,11 +121,11 @@ class Seq2Seq:
         )
 
     def can_pack(self, model: nn.Module) -> bool:
-        """The built-in model can."""
+        """Whether it is the built-in model."""
         return isinstance(unwrapped(model), Seq2SeqTransformer)
 
     def pack(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        """Sources end to end, and targets, each behind a ``bos`` of its own."""
+        """Pack sources and targets; each target starts with ``bos``."""
         source, source_lengths = lay_end_to_end([source for source, _ in samples])
         target, target_lengths = lay_end_to_end([target for _, target in samples])
         shifted = target.roll(1)
@@ -139,44 +139,44 @@ class Seq2Seq:
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, GenerativeOutputs]:
-        """Cross-entropy summed over the target's tokens, each given the true ones before it."""
+        """Cross-entropy summed over the target's tokens (teacher forcing)."""
         if isinstance(batch.inputs, dict):
-            # Where a target begins is the model's own convention.
+            # The first decoder token is the model's own convention.
             shifted = unwrapped(model).prepare_decoder_input_ids_from_labels(labels=batch.targets)
             outputs = model(**batch.inputs, decoder_input_ids=shifted)
         else:
             outputs = call(model, batch)
         logits = logits_of(outputs)
         loss = loss_sum(logits, batch.targets, label_smoothing=self._label_smoothing)
-        return loss, GenerativeOutputs(logits, partial(self._write, model))
+        return loss, GenerativeOutputs(logits, partial(self._generate, model))
 
     def scorer(self) -> GenerationScorer:
-        """Exact match and character error rate of written texts, accuracy of given ones."""
+        """Exact match and character error rate of generated texts, token accuracy."""
         return GenerationScorer(self.tokenizer)
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn text into the model's input and back."""
+        """Save the tokenizer and its settings."""
         save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
 
     @torch.no_grad()
-    def _write(self, model: nn.Module, batch: Batch, count: int) -> Tensor:
-        """What the model answers to the first sources of the batch, token by token."""
+    def _generate(self, model: nn.Module, batch: Batch, count: int) -> Tensor:
+        """Generate greedily from the first sources of the batch."""
         inner, longest, tokenizer = unwrapped(model), self._longest_answer, self.tokenizer
         if isinstance(batch.inputs, dict):
             some = {name: tensor[:count] for name, tensor in batch.inputs.items()}
-            written = inner.generate(**some, max_new_tokens=longest, do_sample=False, num_beams=1)
-            return written[:, 1:]  # the first token is the one that decoding starts from
+            generated = inner.generate(**some, max_new_tokens=longest, do_sample=False, num_beams=1)
+            return generated[:, 1:]  # without the start token
         source, mask = (tensor[:count] for tensor in batch.inputs[:2])
         if isinstance(inner, Seq2SeqTransformer):
             return inner.generate(
                 source, mask, bos=tokenizer.bos, eos=tokenizer.eos, max_length=longest
             )
 
-        def scores_of(target: Tensor) -> Tensor:
+        def logits_for(target: Tensor) -> Tensor:
             return logits_of(model(source, mask, target))
 
         begin = source.new_full((len(source), 1), tokenizer.bos)
-        return extend(scores_of, begin, count=longest, length=longest + 1, fill=tokenizer.pad)
+        return extend(logits_for, begin, count=longest, length=longest + 1, fill=tokenizer.pad)
 
     def _read_part(
         self, table: DataTable | None, names: tuple[str, str], part: str
@@ -213,29 +213,29 @@ class SequencePairs:
 
 
 class GenerationScorer:
-    """Compares what the model writes by itself, for the first samples: writing is slow."""
+    """Compares generated texts of the first samples: generation is slow."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._right = self._tokens = 0
-        self._written = self._exact = self._edits = self._letters = 0
+        self._generated = self._exact = self._edits = self._letters = 0
         self._wrong: list[Example] = []
         self._matched: list[Example] = []
 
     def add(self, outputs: GenerativeOutputs, batch: Batch) -> None:
-        """Count the tokens foretold; let the model write while there are too few texts."""
+        """Count correct tokens; generate texts until there are enough."""
         self._right += int((outputs.logits.argmax(dim=-1) == batch.targets).sum())
         self._tokens += batch.items
-        count = min(_WRITTEN - self._written, batch.samples)
+        count = min(_GENERATED - self._generated, batch.samples)
         if count > 0:
-            self._compare(outputs.write(batch, count), batch)
+            self._compare(outputs.generate(batch, count), batch)
 
     def result(self) -> Evaluation:
         """``exact_match``, ``character_error_rate``, ``token_accuracy``."""
-        written = max(self._written, 1)
+        generated = max(self._generated, 1)
         return Evaluation(
             metrics={
-                "exact_match": self._exact / written,
+                "exact_match": self._exact / generated,
                 "character_error_rate": self._edits / max(self._letters, 1),
                 "token_accuracy": self._right / max(self._tokens, 1),
             },
@@ -243,48 +243,48 @@ class GenerationScorer:
         )
 
     def _compare(self, answers: Tensor, batch: Batch) -> None:
-        given = batch.inputs
-        sources = given["input_ids"] if isinstance(given, dict) else given[0]
+        inputs = batch.inputs
+        sources = inputs["input_ids"] if isinstance(inputs, dict) else inputs[0]
         for source, answer, truth in zip(
             sources.tolist(), answers.tolist(), batch.targets.tolist(), strict=False
         ):
-            expected = self._spell(truth)
-            written = self._spell(answer)
-            self._written += 1
-            self._exact += written == expected
-            self._edits += edit_distance(written, expected)
+            expected = self._decode(truth)
+            generated = self._decode(answer)
+            self._generated += 1
+            self._exact += generated == expected
+            self._edits += edit_distance(generated, expected)
             self._letters += len(expected)
-            kept = self._matched if written == expected else self._wrong
-            if len(kept) < _EXAMPLES:
-                shown = self._spell(source)
-                kept.append(Example(input=shown, expected=expected, predicted=written))
+            examples = self._matched if generated == expected else self._wrong
+            if len(examples) < _EXAMPLES:
+                shown = self._decode(source)
+                examples.append(Example(input=shown, expected=expected, predicted=generated))
 
-    def _spell(self, ids: list[int]) -> str:
-        """The text before the end mark; what a model writes after it does not count."""
+    def _decode(self, ids: list[int]) -> str:
+        """The text before ``eos``."""
         eos = self._tokenizer.eos
-        written = ids[: ids.index(eos)] if eos in ids else ids
+        generated = ids[: ids.index(eos)] if eos in ids else ids
         nothing = {IGNORED, self._tokenizer.pad}
-        return self._tokenizer.decode([token for token in written if token not in nothing]).strip()
+        return self._tokenizer.decode([token for token in generated if token not in nothing]).strip()
 
 
 def _pair_columns(table: DataTable, job: Job) -> tuple[str, str]:
-    """Source and target: as named, by custom, or the two columns there are, in order."""
-    asked = job.data.input
-    if isinstance(asked, list):
-        if len(asked) != 1:
-            raise DataError(f"data.input names {len(asked)} columns; this task reads one")
-        asked = asked[0]
-    named = [name for name in (asked, job.data.target) if name is not None]
+    """Source and target columns: as named, by convention, or the only two columns in order."""
+    requested = job.data.input
+    if isinstance(requested, list):
+        if len(requested) != 1:
+            raise DataError(f"data.input names {len(requested)} columns; this task reads one")
+        requested = requested[0]
+    named = [name for name in (requested, job.data.target) if name is not None]
     for name in named:
-        table[name]  # an unknown one is refused with the nearest
+        table[name]  # raises for an unknown name, with a suggestion
     rest = [name for name in table.columns if name not in named]
-    source = asked or conventional_column(
+    source = requested or conventional_column(
         table, [name for name in SOURCE_NAMES if name in _bare(rest)]
     )
     target = job.data.target or conventional_column(
         table, [name for name in TARGET_NAMES if name in _bare(rest) and name != source]
     )
-    # `label<TAB>text` is how two columns without a header are read: here the first is the source.
+    # Two columns without a header are read as `label<TAB>text`: here the first is the source.
     if not named and set(table.columns) == {"label", "text"}:
         source, target = table.columns
     if len(table.columns) == 2 and (source is None or target is None or source == target):

@@ -1,7 +1,7 @@
-"""Speech to text, character by character: connectionist temporal classification (CTC).
+"""Speech recognition by characters with connectionist temporal classification (CTC).
 
-A model gives scores for every frame, over the characters and a blank; CTC (Graves et al., 2006) sums
-over all ways the text can be spread over the frames, so nothing has to be aligned by hand.
+The model gives logits for every frame, over the characters and a blank; CTC (Graves et al., 2006) sums
+over all alignments of the text with the frames.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.conv_gru import ConvGRU
 from yunlu.training.models.hf import names_hf
 from yunlu.training.tasks.media import (
-    SOUND_NAMES,
-    choose_front,
+    AUDIO_NAMES,
+    choose_front_end,
     read_hf_config,
     sole_input,
     wants_mask,
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Utterances:
-    """Sounds with their texts; ``rows`` are those that can be learned from."""
+    """Audio features with their texts; ``rows`` are the usable ones."""
 
     def __init__(self, sounds: AudioFeatures, texts: list[str], names: list[str]) -> None:
         self.sounds, self.texts, self.names = sounds, texts, names
@@ -64,11 +64,11 @@ class Utterances:
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Frames of each; None where not all sounds are kept, for they would have to be read."""
-        kept = self.sounds.cached
-        if len(kept) < len(self.sounds):
+        """Frames of each; None if not all features are cached."""
+        cached = self.sounds.cached
+        if len(cached) < len(self.sounds):
             return None
-        return np.array([len(kept[row]) for row in self.rows], dtype=np.int64)
+        return np.array([len(cached[row]) for row in self.rows], dtype=np.int64)
 
     def __getitem__(self, index: int) -> tuple[Tensor, str, str]:
         """Features, text and name."""
@@ -77,32 +77,31 @@ class Utterances:
 
 
 class SpeechToText:
-    """Speech to text, scored by the share of wrong characters (``cer``).
+    """Speech to text, scored by the character error rate (``cer``).
 
     The model gets log-mel frames ``(N, T, bands)`` and their lengths, and gives scores
-    ``(N, T', characters)``; where ``T'`` is not a fixed share of ``T`` it has a method
-    ``output_lengths(lengths)``. A Hugging Face model gets waves as ``input_values``.
+    ``(N, T', characters)``; if ``T'`` is not a fixed share of ``T`` it has a method
+    ``output_lengths(lengths)``. A Hugging Face model gets waveforms as ``input_values``.
 
-    The loss is summed over utterances and counted per character of their texts: a character then
-    weighs the same in a long utterance and in a short one, and the loss is comparable between data
-    sets with longer and shorter texts.
+    The loss is summed over utterances and averaged per character: characters of long and short
+    utterances have the same weight, and the loss is comparable between data sets.
     """
 
     metric = "cer"
     special_keys = frozenset({"data.max_length", "data.sample_rate"})
 
     def load(self, job: Job) -> Splits:
-        """Read sounds and texts; training utterances that cannot be learned are left out."""
+        """Read audio and texts; excludes training utterances that cannot be aligned."""
         tables = load_tables(job.data, seed=job.train.seed)
-        sounds = find_column(tables.train, sole_input(job.data), SOUND_NAMES, key="data.input")
+        sounds = find_column(tables.train, sole_input(job.data), AUDIO_NAMES, key="data.input")
         texts = find_column(tables.train, job.data.target, _TEXT_NAMES, key="data.target")
         self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
-        self.front = choose_front(job, tables.train[sounds][0])
+        self.front = choose_front_end(job, tables.train[sounds][0])
         train = self._read_part(tables.train, sounds, texts, "training")
         assert train is not None
         self.characters = Characters.choose(job.model, train.texts)
         self.front.learn(train.sounds.cached)
-        dropped = self._drop_hopeless(train, job)
+        excluded = self._exclude_unusable(train, job)
         return Splits(
             train=train,
             validation=self._read_part(tables.validation, sounds, texts, "validation"),
@@ -112,12 +111,12 @@ class SpeechToText:
                 "source": tables.source,
                 "characters": "".join(self.characters.symbols.values()),
                 "sample_rate": self.front.sample_rate,
-                **dropped,
+                **excluded,
             },
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model, with a score for each character and the blank."""
+        """Build the model, with an output for each character and the blank."""
         bands = self.front.transform.bands if isinstance(self.front, LogMelFrontEnd) else 1
         model = build_model(
             job.model,
@@ -147,38 +146,38 @@ class SpeechToText:
                 "names": [name for _, _, name in samples],
             },
             samples=len(samples),
-            # An empty text counts as one character: silence must be learned too.
+            # An empty text counts as one character, so that silence is learned.
             items=sum(max(1, len(row)) for row in codes),
             tokens=positions,
             padding=positions - int(lengths.sum()),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """The CTC loss summed over the utterances; outputs are scores and how many are real."""
+        """CTC loss summed over the utterances; outputs are logits and their real lengths."""
         scores = self._check(logits_of(call(model, batch)), batch.samples)
         lengths: Tensor = batch.targets["lengths"]
         real = _output_lengths(model, lengths, int(lengths.max()), scores.shape[1])
-        shares = scores.float().log_softmax(dim=-1).transpose(0, 1)
-        if shares.is_cuda and torch.are_deterministic_algorithms_enabled():
-            shares = shares.cpu()  # CTC's gradient on the GPU varies from run to run
+        log_probabilities = scores.float().log_softmax(dim=-1).transpose(0, 1)
+        if log_probabilities.is_cuda and torch.are_deterministic_algorithms_enabled():
+            log_probabilities = log_probabilities.cpu()  # CTC's gradient on the GPU is not deterministic
         loss = functional.ctc_loss(
-            shares,
-            batch.targets["codes"].to(shares.device),
-            real.to(shares.device),
-            batch.targets["code_lengths"].to(shares.device),
+            log_probabilities,
+            batch.targets["codes"].to(log_probabilities.device),
+            real.to(log_probabilities.device),
+            batch.targets["code_lengths"].to(log_probabilities.device),
             blank=self.characters.blank,
             reduction="sum",
-            # An evaluated utterance may have more text than frames: infinite, and no one's fault.
+            # An evaluated utterance may have more text than frames: its loss is infinite.
             zero_infinity=True,
         )
         return loss.to(scores.device), (scores, real)
 
     def scorer(self) -> TranscriptScorer:
-        """Wrong characters, wrong words, and whole transcripts that are right."""
+        """Character and word error rates, and exact match."""
         return TranscriptScorer(self.characters)
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn a sound into the model's input, and its output into text."""
+        """Save the front-end settings and the characters."""
         parts = {
             "characters": {str(code): symbol for code, symbol in self.characters.symbols.items()},
             "blank": self.characters.blank,
@@ -192,36 +191,36 @@ class SpeechToText:
     ) -> Utterances | None:
         if table is None:
             return None
-        said = [_text(value, table.source_row(row), part) for row, value in enumerate(table[texts])]
+        transcripts = [_text(value, table.source_row(row), part) for row, value in enumerate(table[texts])]
         names = [_name(sound, table.source_row(row)) for row, sound in enumerate(table[sounds])]
-        return Utterances(AudioFeatures(table[sounds], self.front), said, names)
+        return Utterances(AudioFeatures(table[sounds], self.front), transcripts, names)
 
-    def _drop_hopeless(self, train: Utterances, job: Job) -> dict[str, int]:
-        """Leave out what is too long for the job, or too short for its own text; say how many."""
-        wanted = job.data.max_length
+    def _exclude_unusable(self, train: Utterances, job: Job) -> dict[str, int]:
+        """Exclude utterances that are too long for the job, or too short for their text; returns counts."""
+        requested = job.data.max_length
         longest = (
-            math.inf if wanted == "auto" else wanted * self.front.per_second / FRAMES_PER_SECOND
+            math.inf if requested == "auto" else requested * self.front.per_second / FRAMES_PER_SECOND
         )
-        frames_given = _frames_given(job)
+        output_frames = _output_frames(job)
         long: list[int] = []
         short: list[int] = []
         for row, sound in enumerate(train.sounds.cached):
             if len(sound) > longest:
                 long.append(row)
-            elif frames_given(len(sound)) < self.characters.frames_needed(train.texts[row]):
+            elif output_frames(len(sound)) < self.characters.frames_needed(train.texts[row]):
                 short.append(row)
-        gone = {*long, *short}
-        train.rows = [row for row in train.rows if row not in gone]
+        unusable = {*long, *short}
+        train.rows = [row for row in train.rows if row not in unusable]
         if not train.rows:
             raise DataError(
                 "no utterance can be learned from: each is too short for its text, or too long",
                 hint="check that the transcripts belong to the sounds, and data.max_length",
             )
-        found = {"too long": len(long), "too short for their text": len(short)}
-        for reason, count in found.items():
+        counts = {"too long": len(long), "too short for their text": len(short)}
+        for reason, count in counts.items():
             if count:
-                log.warning("left out %s of %s utterances: %s", count, len(train.texts), reason)
-        return {f"left out, {reason}": count for reason, count in found.items() if count}
+                log.warning("excluded %s of %s utterances: %s", count, len(train.texts), reason)
+        return {f"excluded, {reason}": count for reason, count in counts.items() if count}
 
     def _check(self, scores: Tensor, samples: int) -> Tensor:
         size = self.characters.size
@@ -242,7 +241,7 @@ class SpeechToText:
 
 
 def _text(value: Any, row: int, part: str) -> str:
-    # A sheet whose transcripts are all like 42 is read as numbers.
+    # Transcripts that are all digits are read as numbers.
     if isinstance(value, (str, int, np.integer)):
         return clean_text(str(value))
     raise DataError(
@@ -255,8 +254,8 @@ def _name(sound: Any, row: int) -> str:
     return PurePosixPath(str(sound)).name if isinstance(sound, (str, FileRef)) else f"row {row}"
 
 
-def _frames_given(job: Job) -> Callable[[int], int]:
-    """How many frames of scores a sound gets from the model; at most, where that is not known."""
+def _output_frames(job: Job) -> Callable[[int], int]:
+    """Number of output frames of the model for a clip; an upper bound if unknown."""
     if job.model.name == "conv-gru":
         return lambda length: int(ConvGRU.output_lengths(torch.tensor(length)))
     config = read_hf_config(job.model) if names_hf(job.model.name) else None
@@ -271,7 +270,7 @@ def _frames_given(job: Job) -> Callable[[int], int]:
 
 
 def _output_lengths(model: Any, lengths: Tensor, frames_in: int, frames_out: int) -> Tensor:
-    """How many frames of scores belong to each sample; in proportion, where the model is silent."""
+    """Output frames of each sample; proportional to the input if the model does not tell."""
     for name in ("output_lengths", "_get_feat_extract_output_lengths"):
         if hasattr(model, name):
             return getattr(model, name)(lengths).clamp(min=1, max=frames_out)

@@ -1,4 +1,4 @@
-"""Rows of numbers and words to a label or a number."""
+"""Classification and regression of tabular data."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TARGETS = ("label", "target", "y", "class", "category", "species", "outcome", "o
 
 
 class Rows(NamedTuple):
-    """Samples as two tensors with a row for each; one gather fetches many."""
+    """Features and targets of several samples."""
 
     features: Tensor
     targets: Tensor
 
 
 class RowSamples:
-    """A whole part in memory, as tensors."""
+    """A split in memory, as tensors."""
 
     def __init__(self, features: Tensor, targets: Tensor) -> None:
         self._features, self._targets = features, targets
@@ -51,32 +51,32 @@ class RowSamples:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Rows]:
-        """Torch's convention for fetching in one go; here all rows come as one ``Rows``."""
+        """Torch's convention for batched fetching; all rows as one ``Rows``."""
         chosen = torch.tensor(indices)
         return [Rows(self._features[chosen], self._targets[chosen])]
 
 
 class _Tabular(ABC):
-    """What both tasks share: the features, the batches, the model's border."""
+    """Base of both tasks: features, batches, model interface."""
 
     _features: FeatureMap
     _target: str
 
     def load(self, job: Job) -> Splits:
-        """Read the table, find the target, learn the features from the training part."""
+        """Read the table, find the target, fit the features on the training split."""
         tables = load_tables(job.data, seed=job.train.seed)
         train, held_out, test = tables.train, tables.validation, tables.test
         self._target = find_column(train, job.data.target, TARGETS, key="data.target")
-        asked = [job.data.input] if isinstance(job.data.input, str) else job.data.input
-        names = asked or [name for name in train.columns if name != self._target]
+        requested = [job.data.input] if isinstance(job.data.input, str) else job.data.input
+        names = requested or [name for name in train.columns if name != self._target]
         if self._target in names:
             raise DataError(f"column {self._target!r} is both input and target")
-        # Models of other makers know nothing of category numbers: they get plain features.
-        # Trained weights keep the statistics they were trained with.
-        start = read_artifacts(job.model)
+        # Other models do not embed category indices: they get plain features.
+        # Initial weights keep the statistics they were trained with.
+        base = read_artifacts(job.model)
         self._features = (
-            FeatureMap.model_validate(start["features"])
-            if "features" in start
+            FeatureMap.model_validate(base["features"])
+            if "features" in base
             else fit_features(train, names, embed=job.model.name == "mlp")
         )
         self._prepare(job, tables)
@@ -96,7 +96,7 @@ class _Tabular(ABC):
         )
 
     def build(self, job: Job) -> nn.Module:
-        """``mlp``, or a model of the user's that takes ``(features,)``."""
+        """Build ``mlp``, or a user's model that takes ``(features,)``."""
         sizes: dict[str, Any] = {"inputs": self._features.width, "outputs": self._outputs}
         if self._features.embedded_sizes:
             sizes["categories"] = self._features.embedded_sizes
@@ -111,7 +111,7 @@ class _Tabular(ABC):
         return Batch(inputs=(features,), targets=targets, samples=len(targets), items=len(targets))
 
     def save_artifacts(self, directory: Path) -> None:
-        """``tabular.json``: columns, statistics, and what the outputs mean."""
+        """Save ``tabular.json``: columns, statistics, and the meaning of the outputs."""
         parts = {
             "target": self._target,
             "features": self._features.model_dump(mode="json"),
@@ -124,8 +124,8 @@ class _Tabular(ABC):
         features = torch.from_numpy(self._features.encode(table))
         return RowSamples(features, self._targets(table, part))
 
-    def _answer(self, model: nn.Module, batch: Batch, *, width: int) -> tuple[Tensor, Any]:
-        """The model's scores ``(samples, width)``, checked, beside its raw outputs."""
+    def _scores(self, model: nn.Module, batch: Batch, *, width: int) -> tuple[Tensor, Any]:
+        """The model's scores ``(samples, width)``, checked, and its raw outputs."""
         outputs = call(model, batch)
         scores = logits_of(outputs)
         if scores.numel() != batch.samples * width:
@@ -141,18 +141,18 @@ class _Tabular(ABC):
 
     @abstractmethod
     def _prepare(self, job: Job, tables: Tables) -> None:
-        """Learn what the targets need."""
+        """Fit the target encoding."""
 
     @abstractmethod
     def _targets(self, table: DataTable, part: str) -> Tensor: ...
 
     @abstractmethod
     def _meaning(self) -> dict[str, Any]:
-        """What the outputs stand for, as JSON."""
+        """Meaning of the outputs, as JSON."""
 
 
 class TabularClassification(_Tabular):
-    """Rows to one of the labels seen in training."""
+    """Classification of rows."""
 
     metric = "accuracy"
     special_keys = frozenset({"train.label_smoothing"})
@@ -161,7 +161,7 @@ class TabularClassification(_Tabular):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """Cross-entropy summed over the rows."""
-        scores, outputs = self._answer(model, batch, width=self._outputs)
+        scores, outputs = self._scores(model, batch, width=self._outputs)
         return loss_sum(scores, batch.targets, label_smoothing=self._label_smoothing), outputs
 
     def scorer(self) -> ClassScorer:
@@ -183,30 +183,30 @@ class TabularClassification(_Tabular):
                     f"column {self._target!r} holds fractions, such as {fractions[0]:g}: not labels",
                     hint="task: tabular-regression predicts numbers",
                 )
-        self._labels = sort_labels(label_words(tables.full_train, self._target, "training"))
+        self._labels = sort_labels(label_names(tables.full_train, self._target, "training"))
         if len(self._labels) < 2:
             raise DataError(
-                f"column {self._target!r} has one label only, {self._labels[0]!r}: nothing to tell apart"
+                f"column {self._target!r} has one label only, {self._labels[0]!r}: at least two are needed"
             )
 
     def _targets(self, table: DataTable, part: str) -> Tensor:
-        place = {label: number for number, label in enumerate(self._labels)}
-        words = label_words(table, self._target, part)
-        for index, word in enumerate(words):
-            if word not in place:
+        index = {label: number for number, label in enumerate(self._labels)}
+        labels = label_names(table, self._target, part)
+        for row, label in enumerate(labels):
+            if label not in index:
                 raise DataError(
-                    f"row {table.source_row(index)} of the {part} data has the label {word!r}, "
-                    f"which the training data has not",
-                    hint=did_you_mean(word, self._labels[:50]),
+                    f"row {table.source_row(row)} of the {part} data has the label {label!r}, "
+                    "which does not occur in the training data",
+                    hint=did_you_mean(label, self._labels[:50]),
                 )
-        return torch.tensor([place[word] for word in words])
+        return torch.tensor([index[label] for label in labels])
 
     def _meaning(self) -> dict[str, Any]:
         return {"labels": self._labels}
 
 
 class TabularRegression(_Tabular):
-    """Rows to a number; trained on standardised targets, scored in their own units."""
+    """Regression of rows; trained on standardised targets, scored in their own units."""
 
     metric = "rmse"
     special_keys = frozenset[str]()
@@ -215,7 +215,7 @@ class TabularRegression(_Tabular):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """Squared error summed over the rows."""
-        scores, outputs = self._answer(model, batch, width=1)
+        scores, outputs = self._scores(model, batch, width=1)
         return (scores.squeeze(-1).float() - batch.targets).square().sum(), outputs
 
     def scorer(self) -> RegressionScorer:
@@ -228,9 +228,9 @@ class TabularRegression(_Tabular):
 
     def _prepare(self, job: Job, tables: Tables) -> None:
         values = self._numbers(tables.train, "training")
-        start = read_artifacts(job.model)
-        self._mean = start.get("mean", float(values.mean()))
-        self._std = start.get("std", float(values.std()) or 1.0)
+        base = read_artifacts(job.model)
+        self._mean = base.get("mean", float(values.mean()))
+        self._std = base.get("std", float(values.std()) or 1.0)
 
     def _targets(self, table: DataTable, part: str) -> Tensor:
         scaled = (self._numbers(table, part) - self._mean) / self._std
@@ -264,21 +264,21 @@ def _is_number(cell: Any) -> bool:
     return True
 
 
-def label_words(table: DataTable, name: str, part: str) -> list[str]:
-    """A column of labels as words: ``3`` for 3 and for 3.0; a missing one is an error."""
-    words: list[str] = []
+def label_names(table: DataTable, name: str, part: str) -> list[str]:
+    """A column of labels as strings: ``3`` for 3 and for 3.0; a missing one is an error."""
+    names: list[str] = []
     for index, value in enumerate(table[name]):
         if value is None or value == "" or value != value:  # noqa: PLR0124 - NaN alone differs from itself
             row = table.source_row(index)
             raise DataError(f"row {row} of the {part} data has no label in column {name!r}")
         is_whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
-        words.append(str(int(value)) if is_whole else str(value))
-    return words
+        names.append(str(int(value)) if is_whole else str(value))
+    return names
 
 
-def sort_labels(words: Sequence[str]) -> list[str]:
-    """Each label once: by value where all are whole numbers, else by spelling."""
-    labels = set(words)
+def sort_labels(names: Sequence[str]) -> list[str]:
+    """Unique labels: by value if all are integers, else alphabetically."""
+    labels = set(names)
     if all(label.lstrip("-").isdecimal() for label in labels):
         return sorted(labels, key=int)
     return sorted(labels)

@@ -1,4 +1,4 @@
-"""The ``Task`` door: what a kind of learning must answer so that the engine can train it.
+"""The ``Task`` extension point: the interface between a kind of learning and the engine.
 
 A task turns data into batches, builds the model, and gives the *sum* of the loss over a batch with
 the number of items (samples or tokens) in it. The engine divides by the true count of the whole
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Samples(Protocol):
-    """A map-style data set: its order is the engine's business, never its own."""
+    """A map-style data set; the engine determines the order."""
 
     def __len__(self) -> int: ...
 
@@ -41,9 +41,9 @@ class Splits:
     validation: Samples | None
     test: Samples | None
     fingerprint: str
-    """Changes whenever the data changes: lineage, and a guard when a run resumes."""
+    """Changes whenever the data changes: for lineage, and checked when a run resumes."""
     about: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a reader of the report wants to know: source, labels, vocabulary size, ..."""
+    """Details for the report: source, labels, vocabulary size, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,18 @@ class Batch:
     inputs: tuple[Tensor, ...] | dict[str, Tensor]
     """Arguments of the model: by position, or by name."""
     targets: Any
-    """What the loss compares with: a tensor, or a tuple or dict of tensors."""
+    """Targets of the loss: a tensor, or a tuple or dict of tensors."""
     samples: int
     items: int
-    """What the loss is averaged over: samples, or tokens that count."""
+    """Number of items the loss is averaged over: samples, or counted tokens."""
     tokens: int = 0
-    """Positions computed, padding included; 0 where samples are all of one size."""
+    """Computed positions, padding included; 0 if samples are all of one size."""
     padding: int = 0
-    """Of these, padding."""
+    """Padding positions among them."""
     counts: bool = True
-    """False of a stand-in: a worker without samples runs one of the others' at weight zero."""
+    """False for a placeholder: a worker without samples runs another's sample at weight zero."""
     digest: int = 0
-    """Of the samples in it, where a ledger is kept: see ``communication.agreement``."""
+    """Digest of its samples, if a ledger is kept: see ``communication.step_sync``."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""
@@ -74,14 +74,14 @@ class Batch:
 
 
 class Confusion(Value):
-    """How often each true label (row) was taken for each label (column)."""
+    """Confusion matrix: counts of true labels (rows) by predicted labels (columns)."""
 
     labels: list[str]
     counts: list[list[int]]
 
 
 class Example(Value):
-    """One sample of an evaluation, for people."""
+    """One sample of an evaluation, for display."""
 
     input: str
     expected: str
@@ -89,7 +89,7 @@ class Example(Value):
 
 
 class Evaluation(Value):
-    """What a scorer found on one split."""
+    """Result of a scorer on one split."""
 
     metrics: dict[str, float]
     confusion: Confusion | None = None
@@ -97,10 +97,10 @@ class Evaluation(Value):
 
 
 class Scorer(Protocol):
-    """Collects what the model answered, batch by batch, on one split."""
+    """Accumulates metrics over the batches of one split."""
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Take the model's outputs for one batch."""
+        """Add the model's outputs for one batch."""
         ...
 
     def result(self) -> Evaluation:
@@ -110,21 +110,21 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """A kind of learning. ``load`` is called first, once; it may keep what it learns of the data."""
+    """A kind of learning. ``load`` is called first, once; it may store statistics of the data."""
 
     metric: str
-    """The figure people quote for this task (a key of ``Evaluation.metrics``, or ``loss``)."""
+    """Headline metric of this task (a key of ``Evaluation.metrics``, or ``loss``)."""
 
     def load(self, job: Job) -> Splits:
         """Read the data and split it. Deterministic: a resumed run calls it again."""
         ...
 
     def build(self, job: Job) -> nn.Module:
-        """The model, with fresh or pretrained weights."""
+        """Build the model, with random or pretrained weights."""
         ...
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Samples to one batch of tensors on the CPU. Draws no random numbers."""
+        """Collate samples to one batch of tensors on the CPU. Draws no random numbers."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
@@ -147,7 +147,7 @@ class SavesArtifacts(Protocol):
 
 @runtime_checkable
 class DeclaresKeys(Protocol):
-    """A task that says which of the special keys of a job it reads, so that none is set in vain."""
+    """A task that declares which special keys of a job it reads, so that others give a warning."""
 
     special_keys: frozenset[str]
     """Some of ``SPECIAL_KEYS``."""
@@ -155,10 +155,10 @@ class DeclaresKeys(Protocol):
 
 @runtime_checkable
 class SupportsPacking(Protocol):
-    """A task that can lay samples end to end instead of padding them."""
+    """A task that can pack samples instead of padding them."""
 
     def can_pack(self, model: nn.Module) -> bool:
-        """Whether this model gives packed samples the answers that it gives them alone."""
+        """Whether this model gives the same outputs for packed samples."""
         ...
 
     def pack(self, samples: Sequence[Any]) -> Batch:
@@ -167,11 +167,11 @@ class SupportsPacking(Protocol):
 
 
 Padding = Literal["pad", "bucket", "pack"]
-"""Samples of different length: padded, batched by length and padded, or laid end to end."""
+"""Samples of different length: padded, bucketed by length and padded, or packed."""
 
 
 def padding_options(task: Task, model: nn.Module, splits: Splits) -> list[Padding]:
-    """The ways to treat lengths that make sense here; ``pad`` alone for data of one size."""
+    """Padding modes that apply here; only ``pad`` for data of one size."""
     lengths = lengths_of(splits.train)
     if lengths is None or (lengths == lengths[:1]).all():
         return ["pad"]
@@ -179,25 +179,25 @@ def padding_options(task: Task, model: nn.Module, splits: Splits) -> list[Paddin
     return ["pad", "bucket", "pack"] if packs else ["pad", "bucket"]
 
 
-def check_padding(asked: Padding, options: Sequence[Padding]) -> None:
-    """Refuse a way that a job asks for and that is not among the options."""
-    if asked in options:
+def check_padding(requested: Padding, options: Sequence[Padding]) -> None:
+    """Check that the requested padding mode is among the options."""
+    if requested in options:
         return
     if "bucket" in options:
         raise ModelError(
-            "train.padding: pack needs a model that can take samples laid end to end without mixing "
-            "them up, and this one cannot, or its task does not know how.",
+            "train.padding: pack needs a model and a task that support packed samples, and these do "
+            "not.",
             hint="use train.padding: bucket, which batches samples by length",
         )
     raise DataError(
-        f"train.padding: {asked} is for samples of different length; these are all of one size, "
-        "or do not say how long they are.",
+        f"train.padding: {requested} is for samples of different length; these are all of one size, "
+        "or have no lengths.",
         hint="remove train.padding",
     )
 
 
 def collate_for(task: Task, padding: Padding) -> Callable[[Sequence[Any]], Batch]:
-    """What makes batches for training; evaluation always pads."""
+    """The collate function for training; evaluation always pads."""
     if padding != "pack":
         return task.collate
     assert isinstance(task, SupportsPacking)
@@ -212,7 +212,7 @@ SPECIAL_KEYS = (
     "data.sample_rate",
     "train.label_smoothing",
 )
-"""Keys that mean something to some tasks only."""
+"""Keys that only some tasks read."""
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -223,7 +223,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The scores, whether the model returned them bare or inside a Hugging Face output."""
+    """The logits, bare or inside a Hugging Face output."""
     if isinstance(outputs, Tensor):
         return outputs
     logits = getattr(outputs, "logits", None)
@@ -231,7 +231,7 @@ def logits_of(outputs: Any) -> Tensor:
         return logits
     if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise TypeError(f"the model returned {type(outputs).__name__}, which has no tensor of scores")
+    raise TypeError(f"the model returned {type(outputs).__name__}, which has no tensor of logits")
 
 
 def _move(value: Any, device: torch.device) -> Any:

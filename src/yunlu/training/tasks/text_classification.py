@@ -1,4 +1,4 @@
-"""Texts to labels."""
+"""Text classification."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _EXAMPLES, _SEARCHED = 6, 500
 
 
 class TextClassification(SingleLabelTask):
-    """Texts to labels: one label per text, scored by accuracy.
+    """Text classification: one label per text, scored by accuracy.
 
     A Hugging Face model gets ``input_ids`` and ``attention_mask``; any other ``(ids, mask)``.
     """
@@ -76,10 +76,10 @@ class TextClassification(SingleLabelTask):
     )
 
     def __init__(self) -> None:
-        self._by_name = self._gives_shares = False
+        self._by_name = self._gives_probabilities = False
 
     def load(self, job: Job) -> Splits:
-        """Read, tokenise once, and learn the labels from the training part."""
+        """Read, tokenise once, and collect the labels of the training split."""
         tables = load_tables(job.data, seed=job.train.seed)
         target = find_column(tables.train, job.data.target, LABEL_NAMES, key="data.target")
         inputs = _text_columns(tables.train, job, target)
@@ -96,7 +96,7 @@ class TextClassification(SingleLabelTask):
             for part, table in (("validation", tables.validation), ("test", tables.test))
         }
         return Splits(
-            train=LabelledTexts(train, self._known(tables.train, inputs, target, "training")),
+            train=LabelledTexts(train, self._encode_labels(tables.train, inputs, target, "training")),
             validation=held_out["validation"],
             test=held_out["test"],
             fingerprint=tables.fingerprint,
@@ -110,7 +110,7 @@ class TextClassification(SingleLabelTask):
         )
 
     def build(self, job: Job) -> nn.Module:
-        """The model, with an output per label."""
+        """Build the model, with an output per label."""
         model = build_model(
             job.model,
             builtins={"transformer": TransformerClassifier},
@@ -126,7 +126,7 @@ class TextClassification(SingleLabelTask):
             check_vocabulary(job, model, self.tokenizer)
         else:
             check_call(model, ("ids", "mask"))
-        self._gives_shares = ends_in_softmax(model)
+        self._gives_probabilities = ends_in_softmax(model)
         return model
 
     def collate(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
@@ -143,12 +143,12 @@ class TextClassification(SingleLabelTask):
         )
 
     def can_pack(self, model: nn.Module) -> bool:
-        """The built-in model can, and encoders of Hugging Face that do without a window."""
+        """Whether it is the built-in model, or a Hugging Face encoder without windowed attention."""
         inner = unwrapped(model)
         return isinstance(inner, TransformerClassifier) or (self._by_name and can_pack_hf(inner))
 
     def pack(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
-        """Texts end to end; a Hugging Face model gets them padded, and is told their lengths."""
+        """Pack texts; a Hugging Face model gets them padded, with their lengths."""
         ids, lengths = lay_end_to_end([ids for ids, _ in samples])
         padded = self.collate(samples)
         if isinstance(padded.inputs, dict):
@@ -158,18 +158,18 @@ class TextClassification(SingleLabelTask):
         return replace(padded, inputs=inputs, tokens=len(ids), padding=0)
 
     def scorer(self) -> TextScorer:
-        """Accuracy, macro-F1, confusion, and a few texts with their answers."""
+        """Accuracy, macro-F1, confusion matrix, and example texts."""
         return TextScorer(self.labels.names, self.tokenizer)
 
     def save_artifacts(self, directory: Path) -> None:
-        """How to turn a text into the model's input, and its output into a label."""
+        """Save the tokenizer and the labels."""
         save_tokenizer(
             self.tokenizer, directory, max_length=self.max_length, labels=self.labels.names
         )
 
-    def _answers(self, model: nn.Module, batch: Batch) -> Any:
+    def _outputs_of(self, model: nn.Module, batch: Batch) -> Any:
         if not isinstance(batch.inputs, dict) or "lengths" not in batch.inputs:
-            return super()._answers(model, batch)
+            return super()._outputs_of(model, batch)
         inputs = dict(batch.inputs)
         return call_packed(model, inputs, lengths=inputs.pop("lengths").tolist())
 
@@ -179,10 +179,10 @@ class TextClassification(SingleLabelTask):
         if table is None:
             return None
         texts = texts_of(table, inputs, part=part)
-        known = self._known(table, inputs, target, part)
-        return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), known)
+        labels = self._encode_labels(table, inputs, target, part)
+        return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), labels)
 
-    def _known(self, table: DataTable, inputs: Sequence[str], target: str, part: str) -> Tensor:
+    def _encode_labels(self, table: DataTable, inputs: Sequence[str], target: str, part: str) -> Tensor:
         return self.labels.encode(
             table[target], table[inputs[0]], part=part, row_of=table.source_row
         )
@@ -208,57 +208,57 @@ class LabelledTexts:
 
 
 class TextScorer(ClassScorer):
-    """A class scorer that also keeps a few texts: the first mistakes, and the first of all."""
+    """A class scorer with example texts: the first errors, then correct ones."""
 
     def __init__(self, labels: Sequence[str], tokenizer: Tokenizer) -> None:
         super().__init__(labels)
         self._names, self._tokenizer = list(labels), tokenizer
-        self._looked_at = 0
+        self._searched = 0
         self._wrong: list[Example] = []
         self._right: list[Example] = []
 
     def add(self, outputs: Any, batch: Batch | Tensor) -> None:
-        """Count, and keep examples until there are enough."""
+        """Count, and collect examples until there are enough."""
         super().add(outputs, batch)
-        # Mistakes are worth showing, but not worth searching a large data set for.
-        if isinstance(batch, Batch) and self._looked_at < _SEARCHED:
-            self._looked_at += batch.samples
-            self._keep(logits_of(outputs).argmax(dim=-1), batch)
+        # Do not search a large data set for errors.
+        if isinstance(batch, Batch) and self._searched < _SEARCHED:
+            self._searched += batch.samples
+            self._collect_examples(logits_of(outputs).argmax(dim=-1), batch)
 
     def result(self) -> Evaluation:
-        """The counts' figures with the examples."""
+        """The metrics with the examples."""
         examples = [*self._wrong, *self._right][:_EXAMPLES]
         return super().result().model_copy(update={"examples": examples})
 
-    def _keep(self, guesses: Tensor, batch: Batch) -> None:
-        given = batch.inputs
-        ids, mask = given.values() if isinstance(given, dict) else given
-        for row, guess, truth in zip(
-            range(len(ids)), guesses.tolist(), batch.targets.tolist(), strict=True
+    def _collect_examples(self, predictions: Tensor, batch: Batch) -> None:
+        inputs = batch.inputs
+        ids, mask = inputs.values() if isinstance(inputs, dict) else inputs
+        for row, predicted, truth in zip(
+            range(len(ids)), predictions.tolist(), batch.targets.tolist(), strict=True
         ):
-            kept = self._right if guess == truth else self._wrong
-            if len(kept) < _EXAMPLES:
+            examples = self._right if predicted == truth else self._wrong
+            if len(examples) < _EXAMPLES:
                 text = self._tokenizer.decode(ids[row][mask[row].bool()].tolist())
-                kept.append(
-                    Example(input=text, expected=self._names[truth], predicted=self._names[guess])
+                examples.append(
+                    Example(input=text, expected=self._names[truth], predicted=self._names[predicted])
                 )
 
 
 def _text_columns(table: DataTable, job: Job, target: str) -> list[str]:
-    """The columns that hold the text: as named, by custom, or the only one with words in it."""
-    asked = job.data.input
-    if asked is not None:
-        names = [asked] if isinstance(asked, str) else asked
+    """Text columns: as named, by convention, or the only one with text."""
+    requested = job.data.input
+    if requested is not None:
+        names = [requested] if isinstance(requested, str) else requested
         for name in names:
-            table[name]  # an unknown one is refused with the nearest
+            table[name]  # raises for an unknown name, with a suggestion
         return names
     others = [name for name in table.columns if name != target]
-    found = conventional_column(table, [name for name in TEXT_NAMES if name != target])
-    if found is not None and found != target:
-        return [found]
-    worded = [name for name in others if isinstance(table[name], list)]
-    if len(worded) == 1:
-        return worded
+    name = conventional_column(table, [name for name in TEXT_NAMES if name != target])
+    if name is not None and name != target:
+        return [name]
+    text_columns = [name for name in others if isinstance(table[name], list)]
+    if len(text_columns) == 1:
+        return text_columns
     raise DataError(
         f"cannot tell which column is the text: the data has {', '.join(table.columns)}",
         hint="set data.input to one of them",

@@ -1,4 +1,4 @@
-"""Texts as character codes, scores as texts, and how far two texts are apart."""
+"""Character codes of transcripts, CTC decoding, error rates."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _EXAMPLES = 8
 _WORD_BORDER = "|"
-"""What Hugging Face's speech vocabularies write for a space."""
+"""The space in Hugging Face's speech vocabularies."""
 
 
 def clean_text(text: str) -> str:
-    """Lower case, single spaces: how texts are learned and compared."""
+    """Normalise to lower case and single spaces."""
     return " ".join(text.lower().split())
 
 
 class Characters:
-    """The characters a model can write; one code is the blank of CTC."""
+    """The characters of a model; one code is the CTC blank."""
 
     def __init__(self, symbols: dict[int, str], *, blank: int, size: int) -> None:
         self.symbols, self.blank, self.size = symbols, blank, size
@@ -36,7 +36,7 @@ class Characters:
 
     @classmethod
     def choose(cls, model: ModelSpec, texts: Iterable[str]) -> Characters:
-        """Those of pretrained weights that bring a vocabulary, else those of the texts."""
+        """Characters of the pretrained weights' vocabulary, else of the texts."""
         if names_hf(model.name) and model.pretrained:
             vocabulary = find_hf_directory(model.name) / "vocab.json"
             if vocabulary.is_file():
@@ -46,46 +46,46 @@ class Characters:
     @classmethod
     def learn(cls, texts: Iterable[str]) -> Characters:
         """Every character of the training texts, by code point; the blank is 0."""
-        found = sorted({character for text in texts for character in text})
-        if not found:
+        characters = sorted({character for text in texts for character in text})
+        if not characters:
             raise DataError(
                 "the training texts are all empty",
                 hint="name the column of transcripts with data.target",
             )
-        return cls(dict(enumerate(found, start=1)), blank=0, size=len(found) + 1)
+        return cls(dict(enumerate(characters, start=1)), blank=0, size=len(characters) + 1)
 
     @classmethod
     def read_hf(cls, path: Path, config: Any) -> Characters:
-        """The vocabulary that came with the weights; its padding is the blank."""
+        """Read the vocabulary of pretrained weights; its padding is the blank."""
         try:
             vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
             codes = {str(symbol): int(code) for symbol, code in vocabulary.items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ModelError(f"{path} is not a table of characters: {error}") from error
-        spoken = {
+        symbols = {
             code: " " if symbol == _WORD_BORDER else symbol.lower()
             for symbol, code in codes.items()
             if len(symbol) == 1 and code != config.pad_token_id
         }
-        return cls(spoken, blank=config.pad_token_id, size=config.vocab_size)
+        return cls(symbols, blank=config.pad_token_id, size=config.vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        """The codes of a text; characters that training never saw have none and are left out."""
+        """The codes of a text, without unknown characters."""
         return [self._codes[character] for character in text if character in self._codes]
 
     def decode(self, best: Iterable[int]) -> str:
-        """The text of the best code per frame: repeats are one, blanks are none."""
+        """Greedy CTC decoding: merge repeats, remove blanks."""
         merged = (code for code, _ in groupby(best))
         return clean_text("".join(self.symbols.get(code, "") for code in merged))
 
     def frames_needed(self, text: str) -> int:
-        """CTC needs a frame per character, and a blank between two that are the same."""
+        """Fewest frames for CTC: one per character, and a blank between equal ones."""
         codes = self.encode(text)
         return len(codes) + sum(a == b for a, b in pairwise(codes))
 
 
 class TranscriptScorer:
-    """Wrong characters and words as shares of those in the true texts, and whole texts right."""
+    """Character and word error rates, and exact match."""
 
     def __init__(self, characters: Characters) -> None:
         self._characters = characters
@@ -95,23 +95,23 @@ class TranscriptScorer:
         self._examples: list[Example] = []
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Take ``(scores, real lengths)`` and a batch; each is read as its best code per frame."""
+        """Add ``(logits, real lengths)`` and a batch; decoded greedily."""
         scores, lengths = outputs
         best = scores.argmax(dim=-1).tolist()
         for codes, length, text, name in zip(
             best, lengths.tolist(), batch.targets["texts"], batch.targets["names"], strict=True
         ):
-            guess = self._characters.decode(codes[:length])
+            predicted = self._characters.decode(codes[:length])
             self._texts += 1
-            self._exact += guess == text
-            for metric, truth, said in (
-                ("cer", text, guess),
-                ("wer", text.split(), guess.split()),
+            self._exact += predicted == text
+            for metric, truth, prediction in (
+                ("cer", text, predicted),
+                ("wer", text.split(), predicted.split()),
             ):
-                self._edits[metric] += edit_distance(truth, said)
+                self._edits[metric] += edit_distance(truth, prediction)
                 self._totals[metric] += len(truth)
             if len(self._examples) < _EXAMPLES:
-                self._examples.append(Example(input=name, expected=text, predicted=guess))
+                self._examples.append(Example(input=name, expected=text, predicted=predicted))
 
     def result(self) -> Evaluation:
         """``cer``, ``wer`` and ``exact_match``."""
@@ -120,13 +120,13 @@ class TranscriptScorer:
         return Evaluation(metrics={**rates, "exact_match": exact}, examples=self._examples)
 
 
-def edit_distance(truth: Sequence[Any], said: Sequence[Any]) -> int:
-    """How many insertions, deletions and replacements turn one into the other (Levenshtein, 1966)."""
-    above = list(range(len(said) + 1))
-    for row, wanted in enumerate(truth, start=1):
+def edit_distance(truth: Sequence[Any], predicted: Sequence[Any]) -> int:
+    """Levenshtein distance: insertions, deletions and replacements (Levenshtein, 1966)."""
+    above = list(range(len(predicted) + 1))
+    for row, expected in enumerate(truth, start=1):
         current = [row]
-        for column, got in enumerate(said, start=1):
-            replaced = above[column - 1] + (wanted != got)
+        for column, actual in enumerate(predicted, start=1):
+            replaced = above[column - 1] + (expected != actual)
             current.append(min(replaced, above[column] + 1, current[-1] + 1))
         above = current
     return above[-1]

@@ -1,4 +1,4 @@
-"""The job as trackers may publish it: plain values, and nothing secret."""
+"""Public configuration of a job for trackers: plain values without secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def public_config(job: Job) -> dict[str, Any]:
 
 
 def flatten(config: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """``{"train": {"batch": 8}}`` → ``{"train.batch": 8}``; lists stay whole."""
+    """``{"train": {"batch": 8}}`` → ``{"train.batch": 8}``; lists are not flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

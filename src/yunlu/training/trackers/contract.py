@@ -43,7 +43,7 @@ class TrackerContract:
         del run
         return None
 
-    def test_it_has_the_methods_of_the_door(self) -> None:
+    def test_it_has_the_methods_of_a_tracker(self) -> None:
         """The engine checks the same before training."""
         assert isinstance(self.make_tracker(), Tracker)
 
@@ -62,13 +62,13 @@ class TrackerContract:
         }
         self._assert_holds(run, expected)
 
-    def test_a_resumed_life_continues_the_same_curves(self, tmp_path: Path) -> None:
-        """A crashed life logged steps 1 to 4; the next begins again at step 3."""
+    def test_a_resumed_attempt_continues_the_same_curves(self, tmp_path: Path) -> None:
+        """A crashed attempt logged steps 1 to 4; the next begins at step 3."""
         run, crashed = _run(tmp_path), self.make_tracker()
         crashed.start(run, _JOB, resumed=False)
         for step in range(1, 5):
             crashed.log({"train/loss": 1 / step}, step=step)
-        # A process that dies has no second word; a stop is the nearest a test in one process gets.
+        # A crash cannot call finish; a stop is the closest within one process.
         crashed.finish(state="stopped", summary={})
         tracker = self.make_tracker()
         tracker.start(run, _JOB, resumed=True)
@@ -78,7 +78,7 @@ class TrackerContract:
         self._assert_holds(run, {"train/loss": {step: 1 / step for step in range(1, 7)}})
 
     def test_numbers_that_are_not_finite_do_not_stop_it(self, tmp_path: Path) -> None:
-        """A loss that diverges must reach the user, not end the tracker."""
+        """A diverging loss must reach the user, not end the tracker."""
         run, tracker = _run(tmp_path), self.make_tracker()
         tracker.start(run, _JOB, resumed=False)
         tracker.log({"train/loss": math.nan}, step=1)
@@ -94,10 +94,10 @@ class TrackerContract:
         tracker.start(_run(tmp_path), _JOB, resumed=False)
         tracker.finish(state="stopped", summary={})
 
-    def test_a_life_resumed_without_traces_of_an_earlier_one_starts_afresh(
+    def test_an_attempt_resumed_without_earlier_records_starts_new_curves(
         self, tmp_path: Path
     ) -> None:
-        """The first life may have died before the tracker began."""
+        """The first attempt may have died before the tracker started."""
         run, tracker = _run(tmp_path), self.make_tracker()
         tracker.start(run, _JOB, resumed=True)
         tracker.log({"train/loss": 0.5}, step=9)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 EXPERIMENT = "yunlu"
-# What servers accept in one request, and in one value (older servers: 500 characters).
+# Server limits per request and per value (older servers: 500 characters).
 _DOCUMENT = "mlflow.json"
 """Document of the run: where its MLflow run is."""
 _METRICS_PER_BATCH = 1000
@@ -42,43 +42,43 @@ _STATUS = {
 
 
 class MlflowTracker:
-    """One MLflow run per Yunlu run, in the experiment ``yunlu``; a resumed life continues it."""
+    """One MLflow run per Yunlu run, in the experiment ``yunlu``; a resumed attempt continues it."""
 
     def __init__(self) -> None:
         self._mlflow: Any = None
         self._client: Any = None
         self._run_id = ""
-        self._waiting: list[Any] = []
+        self._pending: list[Any] = []
         self._sent_at = 0.0
 
     def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
-        """Find this run's MLflow run, or make one with the job as its parameters."""
-        del resumed  # the id kept in the run's directory tells it, also without a checkpoint
+        """Reopen this run's MLflow run, or create one with the job as its parameters."""
+        del resumed  # the stored id tells, also without a checkpoint
         self._mlflow = _load_mlflow()
         tracking = self._mlflow.tracking
         here = f"sqlite:///{require_local(run).home / 'mlflow.db'}"
         uri = tracking.get_tracking_uri() if tracking.is_tracking_uri_set() else here
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
-        known = _recall(run, uri)
-        if known is not None and self._reopen(known):
+        stored = _load_run_id(run, uri)
+        if stored is not None and self._reopen(stored):
             return
         self._run_id = self._create(run, uri_is_local=uri == here)
-        _remember(run, uri, self._run_id)
+        _save_run_id(run, uri, self._run_id)
         self._send_params(public_config(job))
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        """Hold the numbers for the next batch; a batch goes every few seconds or when full."""
+        """Queue metrics for the next batch, sent every few seconds or when full."""
         now_ms = round(time.time() * 1000)
         entities = self._mlflow.entities
-        self._waiting += [
+        self._pending += [
             entities.Metric(_clean(name), value, now_ms, step) for name, value in metrics.items()
         ]
-        full = len(self._waiting) >= _METRICS_PER_BATCH
+        full = len(self._pending) >= _METRICS_PER_BATCH
         if full or time.monotonic() - self._sent_at >= _BATCH_EVERY_S:
             self._send_metrics()
 
     def finish(self, *, state: str, summary: dict[str, Any]) -> None:
-        """Send what waits, then the final figures as tags, and close the run."""
+        """Send pending metrics, then the final metrics as tags, and close the run."""
         self._send_metrics()
         tags = {**flatten(summary), "state": state}
         entities = self._mlflow.entities
@@ -110,7 +110,7 @@ class MlflowTracker:
             try:
                 experiment_id = self._client.create_experiment(EXPERIMENT, artifacts)
             except self._mlflow.MlflowException:
-                # Another run made it a moment ago.
+                # Another run created it concurrently.
                 experiment_id = self._client.get_experiment_by_name(EXPERIMENT).experiment_id
         else:
             experiment_id = experiment.experiment_id
@@ -123,9 +123,9 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=batch)
 
     def _send_metrics(self) -> None:
-        for batch in _batches(self._waiting, _METRICS_PER_BATCH):
+        for batch in _batches(self._pending, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=batch)
-        self._waiting = []
+        self._pending = []
         self._sent_at = time.monotonic()
 
 
@@ -134,22 +134,22 @@ def _load_mlflow() -> ModuleType:
         import mlflow  # noqa: PLC0415 (optional, and slow to import)
     except ImportError as error:
         raise missing_part("mlflow", "mlflow", "Logging to MLflow") from error
-    # Creating the local database is told on the terminal line by line.
+    # It logs the creation of the local database line by line.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     return mlflow
 
 
-def _remember(run: RunStore, uri: str, run_id: str) -> None:
-    known = {"uri": hide_credentials(uri), "run_id": run_id}
-    run.write(_DOCUMENT, json.dumps(known))
+def _save_run_id(run: RunStore, uri: str, run_id: str) -> None:
+    stored = {"uri": hide_credentials(uri), "run_id": run_id}
+    run.write(_DOCUMENT, json.dumps(stored))
 
 
-def _recall(run: RunStore, uri: str) -> str | None:
-    """The MLflow run of an earlier life, if it logged to the same place."""
-    known = read_json(run, _DOCUMENT)
-    if known is None:
+def _load_run_id(run: RunStore, uri: str) -> str | None:
+    """The MLflow run of an earlier attempt, if it used the same server."""
+    stored = read_json(run, _DOCUMENT)
+    if stored is None:
         return None
-    return known.get("run_id") if known.get("uri") == hide_credentials(uri) else None
+    return stored.get("run_id") if stored.get("uri") == hide_credentials(uri) else None
 
 
 def _clean(name: str) -> str:

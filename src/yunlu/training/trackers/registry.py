@@ -1,4 +1,4 @@
-"""From tracker names to trackers that never make the training loop wait."""
+"""Trackers by name, each in a thread of its own: they never block the training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALWAYS = "tensorboard"
 
 
 def open_trackers(names: Sequence[str]) -> list[Tracker]:
-    """TensorBoard, then the trackers asked for, each by its entry point or ``module:Class``."""
+    """TensorBoard and the named trackers, by entry point or ``module:Class``."""
     return [_make(name) for name in dict.fromkeys([ALWAYS, *names])]
 
 
@@ -48,42 +48,42 @@ def _make(name: str) -> Tracker:
 
 
 class TrackerThread:
-    """Hands what the loop logs to the trackers, each on a thread of its own, so none waits.
+    """Passes logged metrics to the trackers, each on a thread of its own.
 
-    A tracker that raises is dropped with one warning; a slow one delays only itself, and when its
-    backlog is full loses every second record of it rather than memory or training time. ``warn``
+    A tracker that raises is disabled with one warning; a slow one delays only itself, and if its
+    backlog is full, every second record is dropped. ``warn``
     is called from those threads.
     """
 
     def __init__(
         self, trackers: Sequence[Tracker], warn: Callable[[str], None], *, capacity: int = 10_000
     ) -> None:
-        self._lanes = [_TrackerQueue(tracker, warn, capacity) for tracker in trackers]
+        self._queues = [_TrackerQueue(tracker, warn, capacity) for tracker in trackers]
 
     def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
-        """Open every tracker, without waiting for it."""
-        for lane in self._lanes:
-            lane.put(partial(lane.tracker.start, run, job, resumed=resumed))
+        """Start every tracker, without waiting."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.start, run, job, resumed=resumed))
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        """Hand over the numbers of one step; returns at once."""
+        """Log the metrics of one step; does not block."""
         record = _Record(metrics=dict(metrics), step=step)
-        for lane in self._lanes:
-            lane.put(record)
+        for queue in self._queues:
+            queue.put(record)
 
     def finish(self, *, state: str, summary: dict[str, Any], timeout_s: float = 60.0) -> None:
-        """Close every tracker after all it was given; waits, but not longer than the timeout."""
-        for lane in self._lanes:
-            lane.put(partial(lane.tracker.finish, state=state, summary=dict(summary)))
+        """Finish every tracker after its backlog; waits up to the timeout."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.finish, state=state, summary=dict(summary)))
         self.close(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the threads end after what they were given. Safe at any time, more than once."""
-        for lane in self._lanes:
-            lane.end()
+        """End the threads after their backlog. May be called at any time, more than once."""
+        for queue in self._queues:
+            queue.end()
         deadline = time.monotonic() + timeout_s
-        for lane in self._lanes:
-            lane.join(max(0.0, deadline - time.monotonic()))
+        for queue in self._queues:
+            queue.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +96,32 @@ _Item: TypeAlias = "_Record | Callable[[], None]"
 
 
 def _thin(backlog: deque[_Item]) -> deque[_Item]:
-    """Drop every second of neighbouring records with the same names; at least one record goes.
+    """Drop every second of neighbouring records with the same names; at least one record.
 
-    Halving keeps the whole curve at a lower resolution, and rare records (an evaluation between
-    steps) keep their place.
+    Halving keeps the full curve at a lower resolution, and rare records (an evaluation between
+    steps) stay.
     """
-    kept: deque[_Item] = deque()
+    thinned: deque[_Item] = deque()
     skipped = False
     for item in backlog:
-        skipped = not skipped and bool(kept) and _alike(kept[-1], item)
+        skipped = not skipped and bool(thinned) and _has_same_names(thinned[-1], item)
         if not skipped:
-            kept.append(item)
-    if len(kept) == len(backlog):
-        oldest = next((item for item in kept if isinstance(item, _Record)), None)
+            thinned.append(item)
+    if len(thinned) == len(backlog):
+        oldest = next((item for item in thinned if isinstance(item, _Record)), None)
         if oldest is not None:
-            kept.remove(oldest)
-    return kept
+            thinned.remove(oldest)
+    return thinned
 
 
-def _alike(one: _Item, other: _Item) -> bool:
+def _has_same_names(one: _Item, other: _Item) -> bool:
     if not isinstance(one, _Record) or not isinstance(other, _Record):
         return False
     return one.metrics.keys() == other.metrics.keys()
 
 
 class _TrackerQueue:
-    """One tracker, its backlog, and the thread that works it off."""
+    """One tracker, its backlog and its thread."""
 
     def __init__(self, tracker: Tracker, warn: Callable[[str], None], capacity: int) -> None:
         self.tracker = tracker
@@ -130,7 +130,7 @@ class _TrackerQueue:
         self._capacity = capacity
         self._backlog: deque[_Item] = deque()
         self._changed = threading.Condition()
-        self._ending = self._thinned = self._given_up = False
+        self._ending = self._thinned = self._has_warned = False
         # Daemon: a tracker that hangs must not keep a finished worker alive.
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         self._thread.start()
@@ -155,8 +155,8 @@ class _TrackerQueue:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and not self._given_up:
-            self._given_up = True
+        if self._thread.is_alive() and not self._has_warned:
+            self._has_warned = True
             left = len(self._backlog)
             self._warn(f"{self._name} did not finish in time; {left} records were not delivered.")
 
@@ -167,7 +167,7 @@ class _TrackerQueue:
                     self.tracker.log(item.metrics, step=item.step)
                 else:
                     item()
-            except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises, training goes on)
+            except Exception as error:  # noqa: BLE001 (third-party code: training continues after any error)
                 self._drop(error)
                 return
 
@@ -182,4 +182,4 @@ class _TrackerQueue:
             self._ending = True
             self._backlog.clear()
         cause = str(error) if isinstance(error, YunluError) else f"{type(error).__name__}: {error}"
-        self._warn(f"{self._name} failed and is off for this run: {hide_credentials(cause)}")
+        self._warn(f"{self._name} failed and is disabled for this run: {hide_credentials(cause)}")

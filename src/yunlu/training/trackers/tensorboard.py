@@ -1,8 +1,8 @@
-"""TensorBoard: curves in the run's own directory, ``tensorboard --logdir yunlu-runs``.
+"""TensorBoard event files in the run's own directory (``tensorboard --logdir yunlu-runs``).
 
 Importing ``torch.utils.tensorboard`` costs several tenths of a second for a few hundred bytes of
-output. An event file is a sequence of framed protocol buffers, so only those are imported here, at
-the first thing to write.
+output. An event file is a sequence of framed protocol buffers, so only those are imported here, with
+the first record.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker:
-    """Writes one event file per life of the run; a resumed life takes over from its first step."""
+    """Writes one event file per attempt; a resumed attempt continues from its first step."""
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
@@ -39,7 +39,7 @@ class TensorBoardTracker:
         self._resumed = False
 
     def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
-        """Remember where to write; the file is made by the first metrics."""
+        """Prepare; the file is created with the first metrics."""
         self._run, self._resumed, self._config = run, resumed, public_config(job)
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -52,7 +52,7 @@ class TensorBoardTracker:
 
     def finish(self, *, state: str, summary: dict[str, Any]) -> None:
         """Close the file; every record is already in it."""
-        del state, summary  # TensorBoard has no place for either
+        del state, summary  # TensorBoard cannot store either
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -67,7 +67,7 @@ class TensorBoardTracker:
         self._file = _path_after(earlier, directory).open("wb", buffering=0)
         self._write(file_version="brain.Event:2")
         if self._resumed or earlier:
-            # Readers drop what a crashed life logged from this step on.
+            # Readers drop what a crashed attempt logged from this step on.
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._write(step=first_step, session_log=start)
         else:
@@ -103,7 +103,7 @@ def frame(data: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C, rotated and offset as the format asks, so that a checksum of checksums is sound."""
+    """Masked CRC-32C, as the format requires."""
     table, crc = _crc_table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -123,9 +123,9 @@ def _crc_table() -> tuple[int, ...]:
 
 
 def _path_after(earlier: list[Path], directory: Path) -> Path:
-    """A name that sorts after the earlier lives': readers go through event files by name."""
+    """A name that sorts after those of earlier attempts: readers sort event files by name."""
     second = int(time.time())
-    if earlier:  # also where the clock went back, or two lives began within one second
+    if earlier:  # the clock may have gone back, or two attempts began within one second
         second = max(second, int(earlier[-1].name.split(".")[3]))
     return directory / f"events.out.tfevents.{second:010d}.{len(earlier):04d}.{_host()}"
 

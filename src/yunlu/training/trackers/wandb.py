@@ -1,4 +1,4 @@
-"""Weights & Biases. Where its data goes is the user's own setting: ``wandb login``, ``WANDB_MODE``."""
+"""Weights & Biases; configured by the user with ``wandb login`` and ``WANDB_MODE``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FAILED = {RunState.FAILED, RunState.LOST}
 
 
 class WandbTracker:
-    """One W&B run per Yunlu run, in the project ``yunlu``; a resumed life continues it.
+    """One W&B run per Yunlu run, in the project ``yunlu``; a resumed attempt continues it.
 
-    After a crash the steps since the last checkpoint are logged again. W&B keeps what it has of
-    them, which is right: an exact resume gives the same numbers. Offline, each life is a directory
+    After a crash the steps since the last checkpoint are logged again. W&B keeps the first
+    values, which are the same: resuming is exact. Offline, each attempt is a directory
     of its own under the run's ``wandb/``, with the same id; ``wandb sync`` joins them.
     """
 
@@ -36,13 +36,13 @@ class WandbTracker:
 
     def start(self, run: RunStore, job: Job, *, resumed: bool) -> None:
         """Open the W&B run named after this run."""
-        del resumed  # the id kept in the run's directory tells it, also without a checkpoint
+        del resumed  # the stored id tells, also without a checkpoint
         try:
             import wandb  # noqa: PLC0415 (optional, and slow to import)
             from wandb.errors import UsageError  # noqa: PLC0415
         except ImportError as error:
             raise missing_part("wandb", "wandb", "Logging to Weights & Biases") from error
-        # Silent for the whole process, before init: or it would ask for a key on the terminal,
+        # Silent for the whole process, before init: otherwise it would prompt for a key,
         # from a thread, in the middle of a progress bar.
         settings = wandb.Settings(silent=True, console="off")
         wandb.setup(settings=settings)
@@ -76,7 +76,7 @@ class WandbTracker:
 
 
 def _id_of(run: RunStore) -> str:
-    """Made in the first life and kept: run ids repeat between stores, W&B's must not."""
+    """Id created in the first attempt and stored: run ids repeat between stores, W&B's must not."""
     known = read_json(run, _DOCUMENT)
     if known is not None:
         return known["id"]

@@ -19,8 +19,8 @@ from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
-from yunlu.scheduler.policy.mixed_speed import MixedFitter, NoForeknowledge, tell_goodput_table
-from yunlu.scheduler.policy.observations import Noise, Observations, Timing
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter, NoDeviceTypePrior, tabulate_goodputs
+from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
 from yunlu.scheduler.policy.values import Demand
 
 TYPES = ("fast", "slow")
@@ -44,12 +44,12 @@ def measured(folder: Path) -> tuple[Profiles, TableKnowledge]:
     return load_mixed_profiles(folder, ["toy"], TYPES), load_knowledge(folder, ["toy"], TYPES)
 
 
-def observe(profiles: Profiles, *timings: Timing) -> Observations:
+def observe(profiles: Profiles, *timings: StepTiming) -> Observations:
     return Observations(
         signature="toy",
         limits=profiles.find("toy").limits,
         timings=timings,
-        noise=Noise(sqr=1.0, var=4.0) if timings else None,
+        noise=GradientNoise(sqr=1.0, var=4.0) if timings else None,
     )
 
 
@@ -72,11 +72,11 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
 ) -> None:
     profiles, known = measured
     timings = tuple(
-        Timing("fast", 1, devices, local, 0.02 + 0.005 * local, 0.02 + 0.005 * local + sync)
+        StepTiming("fast", 1, devices, local, 0.02 + 0.005 * local, 0.02 + 0.005 * local + sync)
         for devices, sync in ((1, 0.0), (2, 0.04), (4, 0.06))
         for local in (8, 32)
     )
-    model = MixedFitter(types=TYPES, known=known)(observe(profiles, *timings), None)
+    model = CrossTypeFitter(types=TYPES, known=known)(observe(profiles, *timings), None)
     one, four = np.array([1]), np.array([4])
     for devices in (one, four):
         fast, slow = (model.goodput(kind, one, devices)[0] for kind in TYPES)
@@ -84,7 +84,7 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
     assert (model.goodput("moon", one, four) == 0).all()
     # More than twice of what was seen is not believed.
     assert model.goodput("fast", np.array([3]), np.array([12]))[0] == 0
-    blind = MixedFitter(types=TYPES, known=NoForeknowledge())(observe(profiles, *timings), None)
+    blind = CrossTypeFitter(types=TYPES, known=NoDeviceTypePrior())(observe(profiles, *timings), None)
     assert blind.goodput("slow", one, one) == pytest.approx(blind.goodput("fast", one, one))
 
 
@@ -92,14 +92,14 @@ def test_the_table_is_what_each_job_says_for_itself(
     measured: tuple[Profiles, TableKnowledge],
 ) -> None:
     profiles, known = measured
-    timing = Timing("slow", 1, 1, 32, 0.7, 0.7)
+    timing = StepTiming("slow", 1, 1, 32, 0.7, 0.7)
     fitter, sia = (
-        MixedFitter(types=TYPES, known=known),
+        CrossTypeFitter(types=TYPES, known=known),
         SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4)),
     )
     speeds = [fitter(observe(profiles, timing), None), sia(observe(profiles, timing), None)]
     jobs = [Demand(id=str(at), submitted_at=0.0, speed=speed) for at, speed in enumerate(speeds)]
-    table = tell_goodput_table(jobs, ["slow", "fast", "slow"], [1, 1, 1], [1, 2, 2])
+    table = tabulate_goodputs(jobs, ["slow", "fast", "slow"], [1, 1, 1], [1, 2, 2])
     for row, speed in enumerate(speeds):
         assert table[row, 0] == speed.goodput("slow", np.array([1]), np.array([1]))[0]
         assert table[row, 1] == speed.goodput("fast", np.array([1]), np.array([2]))[0]
@@ -115,7 +115,7 @@ def test_sia_first_tries_one_device_anywhere_and_then_doubles(
     new = estimator(observe(profiles), None)
     for kind in TYPES:
         assert new.goodput(kind, np.array([1, 1, 1]), sizes).tolist() == [1.0, 0.0, 0.0]
-    timing = Timing("slow", 1, 1, 32, 0.7, 0.7)
+    timing = StepTiming("slow", 1, 1, 32, 0.7, 0.7)
     seen = estimator(observe(profiles, timing), new)
     goodput = seen.goodput("slow", np.array([1, 1, 1]), sizes)
     assert (goodput[:2] > 0).all()

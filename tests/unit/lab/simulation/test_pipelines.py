@@ -15,8 +15,8 @@ from yunlu.lab.simulation.profiles import load_application
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.mixed_speed import MixedFitter
-from yunlu.scheduler.policy.observations import Noise, Observations, Timing
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
+from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
 
 TYPES = ("fast", "slow")
 NODES = parse_cluster("2x4:fast+3x4:slow")
@@ -87,7 +87,7 @@ def test_only_whole_copies_are_worth_anything_and_each_is_kept_full(folder: Path
     profiles = load_mixed_profiles(folder, ["cut"], TYPES)
     known = load_knowledge(folder, ["cut"], TYPES)
     limits = profiles.find("cut").limits
-    fitter = MixedFitter(types=TYPES, known=known)
+    fitter = CrossTypeFitter(types=TYPES, known=known)
     devices = np.array([1, 2, 3, 4, 8])
     nodes = np.array([1, 1, 1, 1, 2])
     new = fitter(Observations(signature="cut", limits=limits), None)
@@ -96,8 +96,8 @@ def test_only_whole_copies_are_worth_anything_and_each_is_kept_full(folder: Path
     seen = Observations(
         signature="cut",
         limits=limits,
-        timings=(Timing("fast", 1, 4, 8, 0.51, 0.71),),
-        noise=Noise(sqr=1.0, var=40.0),
+        timings=(StepTiming("fast", 1, 4, 8, 0.51, 0.71),),
+        noise=GradientNoise(sqr=1.0, var=40.0),
     )
     model = fitter(seen, new)
     assert (model.goodput("fast", nodes, devices) > 0).tolist() == [False, True, False, True, True]

@@ -12,7 +12,7 @@ from yunlu.lab.simulation.asked_speed import AskedSpeed
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.step_times import normalise
 from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.observations import Batch
+from yunlu.scheduler.policy.observations import BatchSplit
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ def test_a_batch_that_does_not_fit_a_device_is_made_in_more_passes(directory: Pa
         (light / f"{kind}-small.csv").write_text("\n".join(small) + "\n")
     application = load_profiles(directory, ("device", "small")).find("light")
     speed = AskedSpeed(application, 128, {"device": 4, "small": 4})
-    assert speed.split("device", (2,)) == Batch(64, 0)
-    assert speed.split("small", (2,)) == Batch(16, 3)
+    assert speed.split("device", (2,)) == BatchSplit(64, 0)
+    assert speed.split("small", (2,)) == BatchSplit(16, 3)
     assert speed.split("elsewhere", (2,)) is None
     step, sync = step_s(1, 2, 16)
     assert speed.step_s("small", 1, 2) == pytest.approx(step + 3 * (step - sync))

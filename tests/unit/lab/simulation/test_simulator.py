@@ -21,7 +21,7 @@ from yunlu.lab.simulation.seats import find_seats
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.baselines import BASELINES
-from yunlu.scheduler.policy.observations import Batch, Model, Observations, starting_batch
+from yunlu.scheduler.policy.observations import BatchSplit, SpeedModel, Observations, starting_batch
 from yunlu.scheduler.policy.values import Decision, PoolState
 
 NODES = parse_cluster("2x4")
@@ -53,7 +53,7 @@ class Guess:
     ) -> NDArray[np.float64]:
         return np.asarray(devices, dtype=np.float64)
 
-    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         return starting_batch(self.seen.limits, devices)
 
 
@@ -63,7 +63,7 @@ class Watcher:
     def __init__(self) -> None:
         self.shown: list[Observations] = []
 
-    def __call__(self, seen: Observations, before: Model | None) -> Guess:
+    def __call__(self, seen: Observations, before: SpeedModel | None) -> Guess:
         self.shown.append(seen)
         return Guess(seen)
 

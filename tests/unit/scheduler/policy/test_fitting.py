@@ -12,10 +12,10 @@ from yunlu.scheduler.policy.fitting import Fitter, fit_throughput
 from yunlu.scheduler.policy.goodput import Throughput
 from yunlu.scheduler.policy.observations import (
     BatchLimits,
-    Noise,
+    GradientNoise,
     NoisePoint,
     Observations,
-    Timing,
+    StepTiming,
 )
 
 TRUE = Throughput(0.06, 0.0015, 0.25, 0.004, 0.03, 0.006, 1.8)
@@ -23,11 +23,11 @@ SHAPES = ((1, 1), (1, 2), (1, 4), (2, 8), (4, 16))
 LIMITS = BatchLimits(base=128, most=4096, local_least=16, local_most=512)
 
 
-def observe(nodes: int, devices: int, local: int, *, factor: float = 1.0) -> Timing:
+def observe(nodes: int, devices: int, local: int, *, factor: float = 1.0) -> StepTiming:
     whole = np.array([nodes]), np.array([devices]), np.array([float(local)]), np.array([0.0])
     step_s = float(TRUE.tell_step_s(*whole)[0])
     gradient_s = float(TRUE.tell_gradient_s(whole[2])[0])
-    return Timing("t4", nodes, devices, local, gradient_s * factor, step_s * factor)
+    return StepTiming("t4", nodes, devices, local, gradient_s * factor, step_s * factor)
 
 
 ALL = tuple(observe(*shape, local) for shape in SHAPES for local in (32, 64, 128, 256))
@@ -87,33 +87,33 @@ def test_timings_of_the_same_program_spare_the_ramp() -> None:
         limits=LIMITS,
         shared_timings=ALL,
         shared_noise=(
-            NoisePoint(900.0, 128, Noise(1.0, 50.0)),
-            NoisePoint(0.0, 128, Noise(1.0, 2.0)),
+            NoisePoint(900.0, 128, GradientNoise(1.0, 50.0)),
+            NoisePoint(0.0, 128, GradientNoise(1.0, 2.0)),
         ),
     )
     model = Fitter()(shared, None)
     assert model.max_devices == 64
-    assert model.noise == Noise(1.0, 2.0)
+    assert model.noise == GradientNoise(1.0, 2.0)
     assert model.throughputs["t4"] == fit_throughput(ALL)
 
 
 def test_nothing_is_fitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = Fitter()
-    seen = Observations(signature="a", limits=LIMITS, timings=ALL, noise=Noise(1.0, 3.0))
+    seen = Observations(signature="a", limits=LIMITS, timings=ALL, noise=GradientNoise(1.0, 3.0))
     first = fit(seen, None)
 
     def refuse(_: object) -> Throughput:
         raise AssertionError
 
     monkeypatch.setattr(fitting, "fit_throughput", refuse)
-    later = fit(replace(seen, noise=Noise(1.0, 9.0)), first)
+    later = fit(replace(seen, noise=GradientNoise(1.0, 9.0)), first)
     assert later.throughputs is first.throughputs
-    assert later.noise == Noise(1.0, 9.0)
+    assert later.noise == GradientNoise(1.0, 9.0)
     # A new timing that the model tells well is no reason, either.
     told = first.throughputs["t4"].tell_step_s(
         np.array([1]), np.array([4]), np.array([90.0]), np.array([0.0])
     )
-    more = (*ALL, Timing("t4", 1, 4, 90, 0.1, float(told[0])))
+    more = (*ALL, StepTiming("t4", 1, 4, 90, 0.1, float(told[0])))
     again = fit(replace(seen, timings=more), later).throughputs["t4"]
     assert replace(again, measured=None) == replace(first.throughputs["t4"], measured=None)
     with pytest.raises(AssertionError):
@@ -122,7 +122,7 @@ def test_nothing_is_fitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_too_little_to_fit_again_is_learnt_all_the_same() -> None:
     fit = Fitter()
-    seen = Observations(signature="a", limits=LIMITS, timings=ALL, noise=Noise(1.0, 3.0))
+    seen = Observations(signature="a", limits=LIMITS, timings=ALL, noise=GradientNoise(1.0, 3.0))
     first = fit(seen, None)
     slow = observe(1, 4, 512, factor=1.025)
     again = fit(replace(seen, timings=(*ALL, slow)), first)

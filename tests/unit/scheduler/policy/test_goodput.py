@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.deviation import learn_deviation
-from yunlu.scheduler.policy.goodput import FittedSpeed, Shapes, Throughput, tell_goodputs
-from yunlu.scheduler.policy.observations import BatchLimits, Noise
+from yunlu.scheduler.policy.residual_model import fit_residuals
+from yunlu.scheduler.policy.goodput import FittedSpeed, ShapeList, Throughput, compute_goodputs
+from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise
 
 THROUGHPUT = Throughput(0.05, 0.002, 0.2, 0.01, 0.02, 0.003, 2.0)
 LIMITS = BatchLimits(base=128, most=4096, local_least=32, local_most=512)
-SPEED = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=Noise(1.0, 8.0))
+SPEED = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 8.0))
 
 
 def by_hand(nodes: int, devices: int, local: int, accumulation: int) -> float:
@@ -46,7 +46,7 @@ def test_no_other_batch_is_much_better() -> None:
 @given(st.integers(1, 64), st.floats(1e-3, 1e3), st.floats(0, 1e3))
 @settings(max_examples=60, deadline=None)
 def test_batches_stay_within_the_limits(devices: int, sqr: float, var: float) -> None:
-    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=Noise(sqr, var))
+    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(sqr, var))
     nodes = -(-devices // 4)
     batch = speed.choose_batch("t4", nodes, devices)
     assert 1 <= batch.local <= LIMITS.local_most
@@ -56,8 +56,8 @@ def test_batches_stay_within_the_limits(devices: int, sqr: float, var: float) ->
 
 
 def test_noisier_gradients_are_worth_larger_batches() -> None:
-    quiet = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=Noise(1.0, 0.1))
-    loud = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=Noise(1.0, 100.0))
+    quiet = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 0.1))
+    loud = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 100.0))
     assert loud.choose_batch("t4", 1, 4).total(4) > quiet.choose_batch("t4", 1, 4).total(4)
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_promised_beyond_what_was_explored() -> None:
 
 def test_a_fixed_batch_is_kept() -> None:
     limits = BatchLimits(base=128, most=4096, local_least=32, local_most=512, fixed=1024)
-    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=limits, noise=Noise(1.0, 8.0))
+    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=limits, noise=GradientNoise(1.0, 8.0))
     assert speed.choose_batch("t4", 1, 4).total(4) == 1024
     assert speed.goodput("t4", np.array([16]), np.array([64]))[0] == 0
 
@@ -82,9 +82,9 @@ def test_a_fixed_batch_is_kept() -> None:
 def test_what_was_measured_is_believed_more_than_the_formula() -> None:
     local = np.array([32.0, 64.0, 128.0, 256.0, 512.0])
     ones = np.ones(5, dtype=np.int64)
-    twice = learn_deviation(ones, 4 * ones, local, np.log(2.0) * ones)
+    twice = fit_residuals(ones, 4 * ones, local, np.log(2.0) * ones)
     slow = Throughput(0.05, 0.002, 0.2, 0.01, 0.02, 0.003, 2.0, measured=twice)
-    speed = FittedSpeed(throughputs={"t4": slow}, limits=LIMITS, noise=Noise(1.0, 8.0))
+    speed = FittedSpeed(throughputs={"t4": slow}, limits=LIMITS, noise=GradientNoise(1.0, 8.0))
     shapes = np.array([1, 1]), np.array([3, 4])
     ratio = speed.goodput("t4", *shapes) / SPEED.goodput("t4", *shapes)
     assert ratio == pytest.approx(
@@ -94,11 +94,11 @@ def test_what_was_measured_is_believed_more_than_the_formula() -> None:
 
 def test_many_jobs_at_once_are_told_as_one_by_one() -> None:
     speeds = [
-        FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=Noise(1.0, var))
+        FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, var))
         for var in (0.5, 5.0, 50.0)
     ] + [FittedSpeed(throughputs={}, limits=LIMITS, max_devices=2)]
-    shapes = Shapes((1, 1, 1, 2), (1, 2, 4, 8))
-    together = tell_goodputs(speeds, "t4", shapes)
+    shapes = ShapeList((1, 1, 1, 2), (1, 2, 4, 8))
+    together = compute_goodputs(speeds, "t4", shapes)
     alone = [s.goodput("t4", np.array(shapes.nodes), np.array(shapes.devices)) for s in speeds]
     assert np.array_equal(together, np.array(alone))
     assert together[3].tolist() == [1.0, 2.0, 0.0, 0.0]  # never seen: as if it scaled perfectly

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.scheduler.policy import knapsack
-from yunlu.scheduler.policy.knapsack import IDLE, Group, choose, choose_grouped
+from yunlu.scheduler.policy.knapsack import IDLE, TeamLimits, solve_knapsack, solve_with_teams
 
 
 def total(values: np.ndarray, sizes: np.ndarray, picks: np.ndarray) -> tuple[float, int]:
@@ -47,7 +47,7 @@ def test_nothing_better_is_found_by_trying_everything(
     must = np.zeros(jobs, dtype=bool)
     if capacity and np.isfinite(values[0, 0]):
         must[0] = True
-    picks = choose(values, sizes, capacity, must).picks
+    picks = solve_knapsack(values, sizes, capacity, must).picks
     value, used = total(values, sizes, picks)
     assert used <= capacity
     assert not (must & (picks == IDLE)).any()
@@ -63,7 +63,7 @@ def test_a_large_pool_is_solved_as_a_small_one(
     capacity = int(per_job * jobs)
     values = dice.random((jobs, 1)) * sizes ** dice.uniform(0.2, 0.9, (jobs, 1))
     must = np.zeros(jobs, dtype=bool)
-    whole = choose(values, sizes, capacity, must)
+    whole = solve_knapsack(values, sizes, capacity, must)
     priced = knapsack._choose_core(*knapsack._with_idle(values, sizes, must), capacity)  # pyright: ignore[reportPrivateUsage]
     best, _ = total(values, sizes, whole.picks)
     value, used = total(values, sizes, priced.picks)
@@ -75,7 +75,7 @@ def test_a_large_pool_is_solved_as_a_small_one(
 def test_alike_jobs_in_a_large_pool_get_all_that_is_worth_something() -> None:
     sizes = np.array([1, 2, 4, 8])
     values = np.tile(sizes**0.5, (3000, 1)).astype(float)
-    choice = choose(values, sizes, 4096, np.zeros(3000, dtype=bool))
+    choice = solve_knapsack(values, sizes, 4096, np.zeros(3000, dtype=bool))
     value, used = total(values, sizes, choice.picks)
     assert used <= 4096
     assert choice.gap <= 0.01 * value
@@ -86,15 +86,15 @@ def test_a_group_gets_its_least_and_no_more_than_its_most() -> None:
     sizes = np.array([1, 2, 4])
     values = np.array([[1.0, 1.5, 2.0]] * 2 + [[9.0, 18.0, 36.0]] * 2)
     groups = [
-        Group(rows=np.array([0, 1]), least=3, most=8),
-        Group(rows=np.array([2, 3]), least=0, most=8),
+        TeamLimits(rows=np.array([0, 1]), least=3, most=8),
+        TeamLimits(rows=np.array([2, 3]), least=0, most=8),
     ]
     must = np.zeros(4, dtype=bool)
-    picks = choose_grouped(values, sizes, 8, must, groups).picks
+    picks = solve_with_teams(values, sizes, 8, must, groups).picks
     first = sum(sizes[pick] for pick in picks[:2] if pick != IDLE)
     assert first >= 3
-    capped = [groups[0], Group(rows=np.array([2, 3]), least=0, most=4)]
-    picks = choose_grouped(values, sizes, 8, must, capped).picks
+    capped = [groups[0], TeamLimits(rows=np.array([2, 3]), least=0, most=4)]
+    picks = solve_with_teams(values, sizes, 8, must, capped).picks
     assert sum(sizes[pick] for pick in picks[2:] if pick != IDLE) == 4
 
 
@@ -102,10 +102,10 @@ def test_what_a_group_cannot_use_goes_to_others() -> None:
     sizes = np.array([1, 2, 4])
     values = np.array([[1.0, -np.inf, -np.inf], [1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
     groups = [
-        Group(rows=np.array([0]), least=6, most=8),
-        Group(rows=np.array([1, 2]), least=0, most=8),
+        TeamLimits(rows=np.array([0]), least=6, most=8),
+        TeamLimits(rows=np.array([1, 2]), least=0, most=8),
     ]
-    picks = choose_grouped(values, sizes, 9, np.zeros(3, dtype=bool), groups).picks
+    picks = solve_with_teams(values, sizes, 9, np.zeros(3, dtype=bool), groups).picks
     assert picks.tolist() == [0, 2, 2]
 
 
@@ -119,12 +119,12 @@ def test_groups_without_limits_change_nothing(
     must = np.zeros(jobs, dtype=bool)
     half = jobs // 2
     rows = np.arange(half), np.arange(half, jobs)
-    open_ended = [Group(rows=own, least=0, most=capacity) for own in rows]
-    plain, _ = total(values, sizes, choose(values, sizes, capacity, must).picks)
-    same, _ = total(values, sizes, choose_grouped(values, sizes, capacity, must, open_ended).picks)
+    open_ended = [TeamLimits(rows=own, least=0, most=capacity) for own in rows]
+    plain, _ = total(values, sizes, solve_knapsack(values, sizes, capacity, must).picks)
+    same, _ = total(values, sizes, solve_with_teams(values, sizes, capacity, must, open_ended).picks)
     assert same == pytest.approx(plain)
-    limited = [Group(rows=rows[0], least=least, most=most), open_ended[1]]
-    picks = choose_grouped(values, sizes, capacity, must, limited).picks
+    limited = [TeamLimits(rows=rows[0], least=least, most=most), open_ended[1]]
+    picks = solve_with_teams(values, sizes, capacity, must, limited).picks
     value, used = total(values, sizes, picks)
     assert used <= capacity
     assert value <= plain + 1e-9

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.scheduler.policy.entitlement import Manners
+from yunlu.scheduler.policy.fairness import FairnessRules
 from yunlu.scheduler.policy.mixed import MixedRound
-from yunlu.scheduler.policy.mixed_shapes import allow, group_kinds, lay_out
-from yunlu.scheduler.policy.mixed_worth import MixedTaste
+from yunlu.scheduler.policy.shapes import allow_shapes, group_nodes, lay_out_groups
+from yunlu.scheduler.policy.mixed_worth import SeveralTypesParams
 from yunlu.lab.simulation.sia import Sia
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
@@ -61,7 +61,7 @@ def make_job(name: str, **known: object) -> Demand:
 
 def decide(state: PoolState) -> Decision:
     return MixedRound(
-        state, taste=MixedTaste(), manners=Manners(), lengths=None, waiting_since={}
+        state, taste=SeveralTypesParams(), manners=FairnessRules(), lengths=None, waiting_since={}
     ).decide()
 
 
@@ -224,8 +224,8 @@ def test_sia_keeps_who_is_pinned_and_counts_restarts() -> None:
 
 
 def test_shapes_are_parts_of_a_node_or_whole_nodes() -> None:
-    kinds = group_kinds(make_nodes(slow=3, fast=2, odd=1))
-    shapes = lay_out(kinds, extra=(3,))
+    kinds = group_nodes(make_nodes(slow=3, fast=2, odd=1))
+    shapes = lay_out_groups(kinds, extra=(3,))
     names = [kinds[kind].type for kind in shapes.kind]
     found = list(zip(names, shapes.nodes.tolist(), shapes.devices.tolist(), strict=True))
     assert [row[1:] for row in found if row[0] == "slow"] == [
@@ -233,13 +233,13 @@ def test_shapes_are_parts_of_a_node_or_whole_nodes() -> None:
     ]  # fmt: skip
     assert [row[2] for row in found if row[0] == "fast"] == [1, 2, 3, 4, 8, 16]
     assert [row[2] for row in found if row[0] == "odd"] == [1, 2, 3, 4, 6]
-    allowed = allow([make_job("any"), make_job("three", min_devices=3, max_devices=3)], shapes)
+    allowed = allow_shapes([make_job("any"), make_job("three", min_devices=3, max_devices=3)], shapes)
     assert 3 not in shapes.devices[allowed[0] & (shapes.kind == 2)]
     assert set(shapes.devices[allowed[1]]) == {3}
 
 
 @pytest.mark.parametrize(("most", "longest"), [(16, 16), (200, 200)])
 def test_large_pools_have_few_shapes(most: int, longest: int) -> None:
-    shapes = lay_out(group_kinds(make_nodes(slow=most, fast=0)))
+    shapes = lay_out_groups(group_nodes(make_nodes(slow=most, fast=0)))
     assert shapes.nodes.max() == longest
     assert len(shapes) < 50

@@ -154,7 +154,7 @@ def test_sounds_too_short_for_their_text_are_left_out_and_counted(
         splits = SpeechToText().load(job)
 
     assert [splits.train[index][1] for index in range(len(splits.train))] == ["abc", "ca"]
-    assert splits.about["left out, too short for their text"] == 1
+    assert splits.about["excluded, too short for their text"] == 1
     assert "left out 1 of 3 utterances" in caplog.text
 
 
@@ -164,7 +164,7 @@ def test_sounds_longer_than_the_job_allows_are_left_out_of_training(tmp_path: Pa
     splits = SpeechToText().load(make_job({"train": str(folder), "split": ALL, "max_length": 60}))
 
     assert len(splits.train) == 1
-    assert splits.about["left out, too long"] == 1
+    assert splits.about["excluded, too long"] == 1
 
 
 def test_data_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.scheduler.policy.baselines.fifo import split_queue
 from yunlu.scheduler.policy.baselines.packing import (
-    Sizes,
+    SizeLedger,
     device_types,
     explain,
     place_sizes,
@@ -32,7 +32,7 @@ class Backfill:
         """Start from the head of the queue; then whoever does not delay the first that waits."""
         running, queue = split_queue(state)
         order = [*running, *queue]
-        sizes = Sizes(state)
+        sizes = SizeLedger(state)
         for job in running:
             sizes.give(job)
         queue = [job for job in queue if sizes.is_possible(job)]
@@ -44,7 +44,7 @@ class Backfill:
 
 
 def _fill(
-    state: PoolState, sizes: Sizes, order: list[Demand], head: Demand, others: list[Demand]
+    state: PoolState, sizes: SizeLedger, order: list[Demand], head: Demand, others: list[Demand]
 ) -> None:
     """Start those that do not delay the head."""
     started = [job for job in order if job.id in sizes.given]
@@ -62,7 +62,7 @@ def _fill(
 
 
 def _reserve(
-    state: PoolState, sizes: Sizes, started: list[Demand], head: Demand
+    state: PoolState, sizes: SizeLedger, started: list[Demand], head: Demand
 ) -> tuple[str, float, int]:
     """Where and in how many seconds the head can start, and how many devices it then leaves."""
     best = ("", math.inf, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.policy.baselines.packing import Sizes, explain, place_sizes
+from yunlu.scheduler.policy.baselines.packing import SizeLedger, explain, place_sizes
 
 if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Decision, Demand, PoolState
@@ -18,7 +18,7 @@ class Fifo:
     def decide(self, state: PoolState) -> Decision:
         """Start jobs from the head of the queue until one does not fit."""
         running, queue = split_queue(state)
-        sizes = Sizes(state)
+        sizes = SizeLedger(state)
         for job in running:
             sizes.give(job)
         for job in queue:

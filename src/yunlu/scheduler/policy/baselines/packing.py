@@ -104,7 +104,7 @@ def place_sizes(
     return placements
 
 
-class Sizes:
+class SizeLedger:
     """Which type and number of devices each job gets, given out one after the other."""
 
     def __init__(self, state: PoolState) -> None:
@@ -145,7 +145,7 @@ class Sizes:
 
 def serve(state: PoolState, order: Sequence[Demand]) -> Decision:
     """Give each job in turn what it asks for, whoever fits; who runs and is served stays."""
-    sizes = Sizes(state)
+    sizes = SizeLedger(state)
     for job in order:
         sizes.give(job)
     return explain(state, place_sizes(state, sizes.given, order))
@@ -169,12 +169,12 @@ def assign_types(state: PoolState) -> dict[str, list[Demand]]:
 
 def explain(state: PoolState, placements: Mapping[str, Placement]) -> Decision:
     """A decision with a reason for each job."""
-    sizes = Sizes(state)
+    sizes = SizeLedger(state)
     reasons = {job.id: _reason(sizes, job, placements.get(job.id, NOTHING)) for job in state.jobs}
     return Decision(placements=placements, reasons=reasons)
 
 
-def _reason(sizes: Sizes, job: Demand, given: Placement) -> Reason:
+def _reason(sizes: SizeLedger, job: Demand, given: Placement) -> Reason:
     if given:
         if given == job.held:
             return _KEPT

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.mixed_core import Remainder, finish
+from yunlu.scheduler.policy.knapsack_core import OpenChoices, solve_core
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +36,7 @@ _MOST_LEFT = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PricedSolution:
     """Which option each job gets, and how good that is at most and at least."""
 
     picks: Ints
@@ -49,7 +49,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class DeviceOptions:
     """The options all jobs choose from: so many devices of one kind."""
 
     sizes: Floats
@@ -64,14 +64,14 @@ class Options:
         return load
 
 
-def choose(
+def solve_priced(
     worth: Floats,
-    options: Options,
+    options: DeviceOptions,
     *,
     must_run: NDArray[np.bool_] | None = None,
     prices: Floats | None = None,
     gap: float = 1e-4,
-) -> Choice:
+) -> PricedSolution:
     """The most valuable choice of one option or none per job.
 
     Args:
@@ -84,7 +84,7 @@ def choose(
     kinds = len(options.capacities)
     if worth.size == 0:
         nobody = np.full(len(worth), IDLE)
-        return Choice(picks=nobody, prices=np.zeros(kinds), value=0.0, bound=0.0)
+        return PricedSolution(picks=nobody, prices=np.zeros(kinds), value=0.0, bound=0.0)
     table = np.column_stack([worth, np.zeros(len(worth))])
     if must_run is not None:
         top = np.where(np.isfinite(worth), np.abs(worth), 0.0).max(axis=1)
@@ -98,7 +98,7 @@ def choose(
     if bound - value > gap * len(worth) * _usual(worth):
         picks = _finish(table, net, best, picks, options, room=bound - value)
         value = _value(table, picks)
-    return Choice(picks=picks, prices=prices, value=value, bound=bound)
+    return PricedSolution(picks=picks, prices=prices, value=value, bound=bound)
 
 
 def _value(table: Floats, picks: Ints) -> float:
@@ -113,7 +113,7 @@ def _usual(worth: Floats) -> float:
     return float(np.median(top)) if len(top) else 1e-12
 
 
-def _find_prices(table: Floats, options: Options, start: Floats | None) -> Floats:
+def _find_prices(table: Floats, options: DeviceOptions, start: Floats | None) -> Floats:
     """Prices that nearly minimise the dual: projected Newton on its smoothed form, cooling down."""
     unit = float(np.maximum(table.max(axis=1), 0.0).mean())
     kinds = len(options.capacities)
@@ -189,7 +189,7 @@ def _descend(dual: _SmoothDual, prices: Floats) -> Floats:
     return prices
 
 
-def _repair(table: Floats, net: Floats, options: Options) -> Ints:
+def _repair(table: Floats, net: Floats, options: DeviceOptions) -> Ints:
     """A choice within the capacities near the one that the prices suggest."""
     picks = net.argmax(axis=1)
     picks[picks == len(options.sizes)] = IDLE
@@ -202,7 +202,7 @@ def _repair(table: Floats, net: Floats, options: Options) -> Ints:
     return picks
 
 
-def _shed(kind: int, picks: Ints, used: Floats, net: Floats, options: Options) -> None:
+def _shed(kind: int, picks: Ints, used: Floats, net: Floats, options: DeviceOptions) -> None:
     """Take devices of a kind from the jobs that lose least by each, until it fits."""
     same = np.append(np.flatnonzero(options.kinds == kind), IDLE)
     sizes = np.append(options.sizes, 0.0)[same]
@@ -221,7 +221,7 @@ def _shed(kind: int, picks: Ints, used: Floats, net: Floats, options: Options) -
             picks[holders[at]] = same[cheapest[at]]
 
 
-def _fill(picks: Ints, used: Floats, table: Floats, options: Options) -> None:
+def _fill(picks: Ints, used: Floats, table: Floats, options: DeviceOptions) -> None:
     """Give what is left over to the jobs that gain most by each device."""
     sizes = np.append(options.sizes, 0.0)
     jobs = np.arange(len(table))
@@ -253,7 +253,7 @@ def _fill(picks: Ints, used: Floats, table: Floats, options: Options) -> None:
 
 
 def _finish(
-    table: Floats, net: Floats, best: Floats, picks: Ints, options: Options, *, room: float
+    table: Floats, net: Floats, best: Floats, picks: Ints, options: DeviceOptions, *, room: float
 ) -> Ints:
     """The best choice among options whose reduced cost leaves them in the race."""
     idle = len(options.sizes)
@@ -270,14 +270,14 @@ def _finish(
     most = np.zeros((len(undecided), load.shape[1]), dtype=np.int64)
     np.maximum.at(most, jobs, load[rows])
     reference = np.where(picks[undecided] == IDLE, idle, picks[undecided])
-    rest = Remainder(
+    rest = OpenChoices(
         jobs=jobs,
         worth=table[undecided[jobs], rows],
         load=load[rows],
         room=np.minimum(left, most.sum(axis=0)),
         reference=np.flatnonzero(rows == reference[jobs]),
     )
-    chosen = rows[finish(rest)]
+    chosen = rows[solve_core(rest)]
     finished = picks.copy()
     finished[undecided] = np.where(chosen == idle, IDLE, chosen)
     return finished

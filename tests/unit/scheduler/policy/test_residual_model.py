@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from yunlu.scheduler.policy.deviation import Deviation, learn_deviation
+from yunlu.scheduler.policy.residual_model import ResidualModel, fit_residuals
 
 
-def learn(*points: tuple[int, int, float, float]) -> Deviation:
+def learn(*points: tuple[int, int, float, float]) -> ResidualModel:
     nodes, devices, local, factor = zip(*points, strict=True)
-    return learn_deviation(
+    return fit_residuals(
         np.array(nodes), np.array(devices), np.array(local, dtype=float), np.log(np.array(factor))
     )
 
 
-def tell(deviation: Deviation, nodes: int, devices: int, local: float) -> float:
+def tell(deviation: ResidualModel, nodes: int, devices: int, local: float) -> float:
     at = np.array([nodes]), np.array([devices]), np.array([local])
     return float(deviation.tell_factor(*at)[0])
 

@@ -21,7 +21,7 @@ _LEAD = 1000
 """To stay where it is led from is worth more to a run than any number of other devices."""
 
 
-def stay_near(
+def minimise_moves(
     placements: Mapping[str, Placement], jobs: Sequence[Demand], nodes: Sequence[Node]
 ) -> dict[str, Placement]:
     """Exchange machines that are alike, so that as much as can be stays where it is.

@@ -29,7 +29,7 @@ _CONFIDENT = 24
 
 
 @dataclass(slots=True)
-class Lengths:
+class WorkHistory:
     """What jobs took: in device-seconds at their least size, and in useful samples by program."""
 
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))

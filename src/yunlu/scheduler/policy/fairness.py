@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.knapsack import Group
+from yunlu.scheduler.policy.knapsack import TeamLimits
 from yunlu.scheduler.policy.values import Team
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _FAVOUR = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners:
+class FairnessRules:
     """How long jobs wait and stay."""
 
     patience_s: float = 7200.0
@@ -44,7 +44,7 @@ class Manners:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
+class TeamQuota:
     """What one team may hold."""
 
     team: Team
@@ -52,9 +52,9 @@ class Allowance:
     most: int
 
 
-def tell_allowances(
+def compute_quotas(
     teams: Sequence[Team], jobs: Sequence[Demand], capacity: int
-) -> dict[str, Allowance]:
+) -> dict[str, TeamQuota]:
     """Quota and limit of each team; empty where nobody has teams."""
     if not teams:
         return {}
@@ -66,18 +66,18 @@ def tell_allowances(
     shares = sum(team.weight for team in open_ended)
     scale = min(1.0, capacity / asked) if asked else 1.0
     left = max(capacity - asked, 0)
-    found: dict[str, Allowance] = {}
+    found: dict[str, TeamQuota] = {}
     for team in known.values():
         if team.quota is None:
             quota = int(left * team.weight / shares) if shares else 0
         else:
             quota = int(team.quota * scale)
         most = capacity if team.borrow is None else min(quota + team.borrow, capacity)
-        found[team.name] = Allowance(team=team, quota=quota, most=most)
+        found[team.name] = TeamQuota(team=team, quota=quota, most=most)
     return found
 
 
-def tell_weights(jobs: Sequence[Demand], allowances: Mapping[str, Allowance]) -> Floats:
+def weigh_jobs(jobs: Sequence[Demand], allowances: Mapping[str, TeamQuota]) -> Floats:
     """How much each job's progress counts: its priority, and what its team has had lately."""
     priority = np.array([job.priority for job in jobs], dtype=np.float64)
     weights = 2.0 ** np.clip(priority, -_STRONGEST, _STRONGEST)
@@ -93,14 +93,14 @@ def tell_weights(jobs: Sequence[Demand], allowances: Mapping[str, Allowance]) ->
     return weights * np.array([favour[job.team] for job in jobs])
 
 
-def tell_must_run(
+def find_must_run(
     jobs: Sequence[Demand],
     least: NDArray[np.int64],
     *,
     now: float,
     capacity: int,
-    manners: Manners,
-    allowances: Mapping[str, Allowance],
+    manners: FairnessRules,
+    allowances: Mapping[str, TeamQuota],
     waiting_since: Mapping[str, float],
     taken: Mapping[str, int],
 ) -> Bools:
@@ -136,7 +136,7 @@ def _claim(
     job: Demand,
     lowest: int,
     now: float,
-    manners: Manners,
+    manners: FairnessRules,
     waiting_since: Mapping[str, float],
 ) -> tuple[int, float, float] | None:
     """Kind of claim, and the order among equals; None where speed alone decides."""
@@ -154,7 +154,7 @@ def _claim(
     return claim
 
 
-def keep_dwelling(
+def keep_recent_sizes(
     values: Floats,
     jobs: Sequence[Demand],
     devices: NDArray[np.int64],
@@ -179,19 +179,19 @@ def keep_dwelling(
             values[row, smaller] = -np.inf
 
 
-def group_by_team(
-    jobs: Sequence[Demand], allowances: Mapping[str, Allowance], taken: Mapping[str, int]
-) -> list[Group]:
+def limit_teams(
+    jobs: Sequence[Demand], allowances: Mapping[str, TeamQuota], taken: Mapping[str, int]
+) -> list[TeamLimits]:
     """The teams as the knapsack sees them; ``taken`` is what their pinned jobs hold."""
     rows: dict[str, list[int]] = {}
     for row, job in enumerate(jobs):
         rows.setdefault(job.team, []).append(row)
-    found: list[Group] = []
+    found: list[TeamLimits] = []
     for name, own in rows.items():
         one = allowances[name]
         has = taken.get(name, 0)
         found.append(
-            Group(
+            TeamLimits(
                 rows=np.array(own, dtype=np.int64),
                 least=max(one.quota - has, 0),
                 most=max(one.most - has, 0),

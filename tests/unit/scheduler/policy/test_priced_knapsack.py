@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.mixed_choice import IDLE, Choice, Options, choose
-from yunlu.scheduler.policy.mixed_core import Remainder, finish
+from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
+from yunlu.scheduler.policy.knapsack_core import OpenChoices, solve_core
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 MISSED = 1e3
 
 
-def make_options(capacities: list[int]) -> Options:
+def make_options(capacities: list[int]) -> DeviceOptions:
     columns = [
         (size, kind)
         for kind, capacity in enumerate(capacities)
         for size in (1, 2, 4, 8, 16)
         if size <= capacity
     ]
-    return Options(
+    return DeviceOptions(
         sizes=np.array([size for size, _ in columns], dtype=np.float64),
         kinds=np.array([kind for _, kind in columns], dtype=np.int64),
         capacities=np.array(capacities, dtype=np.float64),
     )
 
 
-def make_worth(options: Options, jobs: int, seed: int) -> NDArray[np.float64]:
+def make_worth(options: DeviceOptions, jobs: int, seed: int) -> NDArray[np.float64]:
     rng = np.random.default_rng(seed)
     speed = np.array([1.0, 3.0, 1.5, 0.5])[options.kinds]
     scaling = rng.uniform(0.1, 0.9, (jobs, 1))
@@ -43,7 +43,7 @@ def make_worth(options: Options, jobs: int, seed: int) -> NDArray[np.float64]:
     return worth
 
 
-def count_used(choice: Choice, options: Options) -> NDArray[np.float64]:
+def count_used(choice: PricedSolution, options: DeviceOptions) -> NDArray[np.float64]:
     used = np.zeros(len(options.capacities))
     for pick in choice.picks:
         if pick != IDLE:
@@ -60,7 +60,7 @@ def value_of(
     )
 
 
-def try_all(worth: NDArray[np.float64], options: Options, must_run: NDArray[np.bool_]) -> float:
+def try_all(worth: NDArray[np.float64], options: DeviceOptions, must_run: NDArray[np.bool_]) -> float:
     best = -np.inf
     for picks in itertools.product(range(-1, len(options.sizes)), repeat=len(worth)):
         used = np.zeros(len(options.capacities))
@@ -85,7 +85,7 @@ def test_nothing_is_better_than_the_choice(
     options = make_options(capacities)
     worth = make_worth(options, jobs, seed)
     must_run = np.array(must[:jobs])
-    choice = choose(worth, options, must_run=must_run, gap=0.0)
+    choice = solve_priced(worth, options, must_run=must_run, gap=0.0)
     found = value_of(tuple(int(pick) for pick in choice.picks), worth, must_run)
     assert found == pytest.approx(try_all(worth, options, must_run), rel=1e-9)
 
@@ -101,7 +101,7 @@ def test_every_capacity_is_kept_and_the_bound_holds(
 ) -> None:
     options = make_options(capacities)
     worth = make_worth(options, jobs, seed)
-    choice = choose(worth, options)
+    choice = solve_priced(worth, options)
     assert (count_used(choice, options) <= options.capacities).all()
     chosen = np.flatnonzero(choice.picks != IDLE)
     assert np.isfinite(worth[chosen, choice.picks[chosen]]).all()
@@ -111,14 +111,14 @@ def test_every_capacity_is_kept_and_the_bound_holds(
 def test_a_large_pool_is_filled_nearly_as_well_as_possible() -> None:
     options = make_options([768, 512, 768])
     worth = make_worth(options, 1024, seed=3)
-    choice = choose(worth, options)
+    choice = solve_priced(worth, options)
     assert choice.bound - choice.value < 1e-3 * choice.value
 
 
 def test_equal_jobs_share_what_does_not_go_round() -> None:
     options = make_options([4, 4])
     worth = np.tile(options.sizes**0.5, (20, 1))
-    choice = choose(worth, options)
+    choice = solve_priced(worth, options)
     assert choice.value == pytest.approx(8.0)
     assert (count_used(choice, options) == options.capacities).all()
 
@@ -126,9 +126,9 @@ def test_equal_jobs_share_what_does_not_go_round() -> None:
 def test_the_answer_does_not_depend_on_the_prices_it_starts_from() -> None:
     options = make_options([24, 16, 24])
     worth = make_worth(options, 12, seed=11)
-    cold = choose(worth, options, gap=0.0)
-    warm = choose(worth, options, gap=0.0, prices=np.array([5.0, 0.0, 0.1]))
-    again = choose(worth, options, gap=0.0)
+    cold = solve_priced(worth, options, gap=0.0)
+    warm = solve_priced(worth, options, gap=0.0, prices=np.array([5.0, 0.0, 0.1]))
+    again = solve_priced(worth, options, gap=0.0)
     assert warm.value == pytest.approx(cold.value, rel=1e-9)
     assert again.picks.tolist() == cold.picks.tolist()
 
@@ -136,14 +136,14 @@ def test_the_answer_does_not_depend_on_the_prices_it_starts_from() -> None:
 def test_who_must_run_goes_before_who_gains_more() -> None:
     options = make_options([4])
     worth = np.array([[10.0, 20.0, 40.0], [-np.inf, -np.inf, 0.1]])
-    choice = choose(worth, options, must_run=np.array([False, True]))
+    choice = solve_priced(worth, options, must_run=np.array([False, True]))
     assert choice.picks.tolist() == [IDLE, 2]
 
 
 def test_nobody_and_nothing() -> None:
     options = make_options([4])
-    assert choose(np.zeros((0, 3)), options).picks.tolist() == []
-    nothing = choose(np.full((2, 3), -np.inf), options)
+    assert solve_priced(np.zeros((0, 3)), options).picks.tolist() == []
+    nothing = solve_priced(np.full((2, 3), -np.inf), options)
     assert nothing.picks.tolist() == [IDLE, IDLE]
 
 
@@ -155,8 +155,8 @@ def test_a_window_around_the_choice_so_far_never_makes_it_worse() -> None:
     reference = np.arange(30) * 3
     worth = rng.uniform(0, 1, 90)
     room = load[reference].sum(axis=0) + 200  # far too much for one grid
-    rest = Remainder(jobs=jobs, worth=worth, load=load, room=room, reference=reference)
-    rows = finish(rest)
+    rest = OpenChoices(jobs=jobs, worth=worth, load=load, room=room, reference=reference)
+    rows = solve_core(rest)
     assert (jobs[rows] == np.arange(30)).all()
     assert (load[rows].sum(axis=0) <= room).all()
     assert worth[rows].sum() >= worth[reference].sum()

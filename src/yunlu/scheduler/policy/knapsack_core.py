@@ -25,7 +25,7 @@ _MOST_WORK = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remainder:
+class OpenChoices:
     """Jobs that are still undecided, each with the options left to it (a row per option)."""
 
     jobs: Ints
@@ -39,7 +39,7 @@ class Remainder:
     """The row of each job in the best choice so far, which fits the room."""
 
 
-def finish(rest: Remainder) -> Ints:
+def solve_core(rest: OpenChoices) -> Ints:
     """The row of each job in the best choice that fits the grid; at least as good as so far."""
     reach = _reach(rest)
     starts = np.flatnonzero(np.diff(rest.jobs, prepend=-1))
@@ -67,7 +67,7 @@ def finish(rest: Remainder) -> Ints:
     return rows
 
 
-def _reach(rest: Remainder) -> Ints:
+def _reach(rest: OpenChoices) -> Ints:
     """How far from the reference, or from nothing, the grid goes in each kind."""
     reach = rest.room.copy()
     most = min(_MOST_CELLS, _MOST_WORK // max(len(rest.jobs), 1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from yunlu.scheduler.policy.lengths import Lengths
+from yunlu.scheduler.policy.remaining_work import WorkHistory
 
 
 def test_a_program_takes_what_it_took_before() -> None:
-    lengths = Lengths()
+    lengths = WorkHistory()
     lengths.note("cifar", 1000.0, 50.0)
     lengths.note("cifar", 1200.0, 60.0)
     assert lengths.tell_samples_left("cifar", 100.0) == pytest.approx(1000.0)
@@ -21,13 +21,13 @@ def test_a_program_takes_what_it_took_before() -> None:
 
 
 def test_without_any_past_the_young_are_taken_to_be_short() -> None:
-    left = Lengths().tell_left_s(np.array([0.0, 1000.0, 50_000.0, 1e7]))
+    left = WorkHistory().tell_left_s(np.array([0.0, 1000.0, 50_000.0, 1e7]))
     assert (np.diff(left) > 0).all()
     assert left[-1] == pytest.approx(1e7)
 
 
 def test_a_job_about_as_old_as_others_were_at_their_end_is_nearly_done() -> None:
-    lengths = Lengths()
+    lengths = WorkHistory()
     for _ in range(100):
         lengths.note("", 0.0, 3600.0)
         lengths.note("", 0.0, 100_000.0)

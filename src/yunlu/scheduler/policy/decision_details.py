@@ -10,15 +10,15 @@ import numpy as np
 
 from yunlu.hardware.fleet import NOTHING
 from yunlu.scheduler.policy.knapsack import IDLE
-from yunlu.scheduler.policy.reasons import Case, Reasons, explain
+from yunlu.scheduler.policy.reasons import ExplainedJob, LazyReasons, explain_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.entitlement import Allowance
-    from yunlu.scheduler.policy.placing import Placed
+    from yunlu.scheduler.policy.fairness import TeamQuota
+    from yunlu.scheduler.policy.placement import PlacedJobs
     from yunlu.scheduler.policy.values import Demand, Reason
 
     Floats = NDArray[np.float64]
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class DecisionDetails:
     """A decision before it is put into words; arrays have a row for each job."""
 
     now: float
     jobs: tuple[Demand, ...]
-    placed: Placed
+    placed: PlacedJobs
     nodes: frozenset[str]
     """Names of the machines that are there."""
     capacity: int
@@ -40,24 +40,24 @@ class Account:
     """The fewest devices each job can run on; 0 is none at all."""
     left_s: Floats
     """How long each job would still run with what it was given."""
-    allowances: Mapping[str, Allowance]
+    allowances: Mapping[str, TeamQuota]
 
 
-def pick_columns(table: Floats, columns: Ints, *, idle: float) -> Floats:
+def take_columns(table: Floats, columns: Ints, *, idle: float) -> Floats:
     """One figure of each row; ``idle`` where the job was given nothing."""
     assert IDLE == -1  # the last column
     rows = len(table)
     return np.column_stack([table, np.full(rows, idle)])[np.arange(rows), columns]
 
 
-def tell_speedup(goodputs: Floats, before: int, after: int) -> float:
+def compute_speedup(goodputs: Floats, before: int, after: int) -> float:
     """How many times faster a job will be, by the columns it had and gets; 1 where nothing changes."""
     if before in (IDLE, after) or after == IDLE:
         return 1.0
     return float(goodputs[after] / goodputs[before]) if goodputs[before] > 0 else 1.0
 
 
-def tell_starts(account: Account) -> dict[str, float]:
+def predict_starts(account: DecisionDetails) -> dict[str, float]:
     """When jobs that wait would find enough devices, as those that run come to their ends."""
     placements, least, now = account.placed.placements, account.least, account.now
     waiting = [
@@ -85,9 +85,9 @@ def tell_starts(account: Account) -> dict[str, float]:
     return found
 
 
-def tell_reasons(
-    account: Account, starts: Mapping[str, float], speedup: Callable[[int], float]
-) -> Reasons:
+def build_reasons(
+    account: DecisionDetails, starts: Mapping[str, float], speedup: Callable[[int], float]
+) -> LazyReasons:
     """Why each job gets what it gets; ``speedup`` is given the number of a job."""
     placed, holds = account.placed, Counter[str]()
     for job in account.jobs:
@@ -99,8 +99,8 @@ def tell_reasons(
         gets = placed.placements.get(job.id, NOTHING)
         end_at = account.now + left_s + (job.restart_s if gets != job.held else 0.0)
         is_due = job.deadline_at is not None and job.remaining is not None
-        return explain(
-            Case(
+        return explain_job(
+            ExplainedJob(
                 job=job,
                 gets=gets,
                 speedup=speedup(row),
@@ -118,4 +118,4 @@ def tell_reasons(
             )
         )
 
-    return Reasons([job.id for job in account.jobs], tell)
+    return LazyReasons([job.id for job in account.jobs], tell)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.scheduler.policy.staying import stay_near
+from yunlu.scheduler.policy.minimise_moves import minimise_moves
 from yunlu.scheduler.policy.values import Demand
 
 NODES = tuple(Node(name=name, devices=2) for name in "abcd")
@@ -22,13 +22,13 @@ def job(name, held=NOTHING, **more):
 
 def test_run_that_shrinks_keeps_the_machine_that_it_is_led_from():
     jobs = [job("wide", on(b=2, a=2)), job("new")]
-    found = stay_near({"wide": on(a=2), "new": on(b=2)}, jobs, NODES)
+    found = minimise_moves({"wide": on(a=2), "new": on(b=2)}, jobs, NODES)
     assert found == {"wide": on(b=2), "new": on(a=2)}
 
 
 def test_run_that_grows_grows_where_it_is():
     jobs = [job("one", on(c=1)), job("other", on(a=1))]
-    found = stay_near({"one": on(a=2), "other": on(b=2)}, jobs, NODES)
+    found = minimise_moves({"one": on(a=2), "other": on(b=2)}, jobs, NODES)
     assert found == {"one": on(c=2), "other": on(a=2)}
 
 
@@ -36,7 +36,7 @@ def test_machines_of_who_must_stay_and_of_another_kind_keep_their_roles():
     nodes = (*NODES[:2], Node(name="big", devices=8), Node(name="e", devices=2, is_leaving=True))
     jobs = [job("pinned", on(a=1), is_pinned=True), job("b", on(big=2)), job("c", on(e=2))]
     decided = {"pinned": on(a=1), "b": on(b=2), "c": on(big=2)}
-    assert stay_near(decided, jobs, nodes) == decided
+    assert minimise_moves(decided, jobs, nodes) == decided
 
 
 shares = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 2), max_size=3).map(
@@ -53,7 +53,7 @@ def test_nothing_changes_but_the_names(held, wanted, pins):
     for one in jobs:
         if one.is_pinned and one.held:
             decided[one.id] = one.held
-    found = stay_near(decided, jobs, NODES)
+    found = minimise_moves(decided, jobs, NODES)
 
     def by_node(placements):
         rows = {node.name: Counter() for node in NODES}

@@ -37,7 +37,7 @@ _DOUBT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
+class ResidualModel:
     """What was measured where, and what each measurement says about its surroundings."""
 
     nodes: tuple[int, ...]
@@ -56,12 +56,12 @@ class Deviation:
         return np.exp(_tell_likeness((nodes, devices, local), known) @ np.array(self.weights))
 
 
-def learn_deviation(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> Deviation:
+def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> ResidualModel:
     """From measurements, each with the logarithm of how many times as long as told it took."""
     at = nodes, devices, local
     doubt = _DOUBT**2 * np.eye(len(off))
     weights = np.linalg.solve(_tell_likeness(at, at) + doubt, off)
-    return Deviation(
+    return ResidualModel(
         nodes=tuple(nodes.tolist()),
         devices=tuple(devices.tolist()),
         local=tuple(local.tolist()),

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.mixed_choice import IDLE, Choice, Options, choose
+from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.knapsack import Group
+    from yunlu.scheduler.policy.knapsack import TeamLimits
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 _TRIES = 24
 
 
-def choose_grouped(
+def solve_priced_with_teams(
     worth: Floats,
-    options: Options,
+    options: DeviceOptions,
     *,
-    groups: Sequence[Group],
+    groups: Sequence[TeamLimits],
     must_run: NDArray[np.bool_],
     prices: Floats | None = None,
     gap: float = 1e-4,
-) -> Choice:
+) -> PricedSolution:
     """As :func:`~...mixed_choice.choose`, with limits for groups of jobs.
 
     No group gets more than its most; it gets its least as far as its jobs can use it.
     """
-    choice = choose(worth, options, must_run=must_run, prices=prices, gap=gap)
+    choice = solve_priced(worth, options, must_run=must_run, prices=prices, gap=gap)
     finite = np.where(np.isfinite(worth), np.abs(worth), 0.0)
     dearest = float((finite / options.sizes).max(initial=0.0))
     if dearest <= 0:
@@ -60,16 +60,16 @@ def choose_grouped(
         for group, each in zip(groups, tolls, strict=True):
             toll[group.rows] = each
         tolled = worth - toll[:, None] * options.sizes
-        choice = choose(tolled, options, must_run=must_run, prices=prices, gap=gap)
+        choice = solve_priced(tolled, options, must_run=must_run, prices=prices, gap=gap)
     return _cut(best, worth, options, groups)
 
 
-def _devices(picks: Ints, options: Options) -> Floats:
+def _devices(picks: Ints, options: DeviceOptions) -> Floats:
     return np.where(picks == IDLE, 0.0, options.sizes[picks])
 
 
 def _judge(
-    choice: Choice, worth: Floats, options: Options, groups: Sequence[Group]
+    choice: PricedSolution, worth: Floats, options: DeviceOptions, groups: Sequence[TeamLimits]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which groups hold too much, and which could use more of what they may claim."""
     devices = _devices(choice.picks, options)
@@ -86,7 +86,7 @@ def _judge(
     return over, under
 
 
-def _cut(choice: Choice, worth: Floats, options: Options, groups: Sequence[Group]) -> Choice:
+def _cut(choice: PricedSolution, worth: Floats, options: DeviceOptions, groups: Sequence[TeamLimits]) -> PricedSolution:
     """Take what a group holds beyond its limit from those of its jobs that lose least."""
     picks = choice.picks.copy()
     table = np.column_stack([worth, np.zeros(len(worth))])

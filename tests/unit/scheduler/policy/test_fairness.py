@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from tests.unit.scheduler.policy.states import make_job, on
-from yunlu.scheduler.policy.entitlement import (
-    Manners,
-    tell_allowances,
-    tell_must_run,
-    tell_weights,
+from yunlu.scheduler.policy.fairness import (
+    FairnessRules,
+    compute_quotas,
+    find_must_run,
+    weigh_jobs,
 )
 from yunlu.scheduler.policy.values import Demand, Team
 
-MANNERS = Manners(patience_s=100.0, turn_s=50.0)
+MANNERS = FairnessRules(patience_s=100.0, turn_s=50.0)
 
 
 def claim(jobs: list[Demand], capacity: int, *, now: float = 60.0) -> list[bool]:
     least = np.array([job.min_devices for job in jobs])
-    return tell_must_run(
+    return find_must_run(
         jobs,
         least,
         now=now,
@@ -33,25 +33,25 @@ def claim(jobs: list[Demand], capacity: int, *, now: float = 60.0) -> list[bool]
 
 def test_teams_without_a_quota_share_what_is_left_by_weight() -> None:
     teams = [Team(name="a", quota=4), Team(name="b"), Team(name="c", weight=2.0, borrow=1)]
-    found = tell_allowances(teams, [], 16)
+    found = compute_quotas(teams, [], 16)
     assert [(one.quota, one.most) for one in found.values()] == [(4, 16), (4, 16), (8, 9)]
 
 
 def test_quotas_beyond_the_pool_shrink_alike() -> None:
-    found = tell_allowances([Team(name="a", quota=24), Team(name="b", quota=8)], [], 16)
+    found = compute_quotas([Team(name="a", quota=24), Team(name="b", quota=8)], [], 16)
     assert [one.quota for one in found.values()] == [12, 4]
 
 
 def test_a_job_of_no_known_team_has_one_of_its_own() -> None:
-    found = tell_allowances([Team(name="a", quota=12)], [make_job(team="b")], 16)
+    found = compute_quotas([Team(name="a", quota=12)], [make_job(team="b")], 16)
     assert found["b"].quota == 4
-    assert tell_allowances([], [make_job(team="b")], 16) == {}
+    assert compute_quotas([], [make_job(team="b")], 16) == {}
 
 
 def test_who_had_much_lately_counts_less() -> None:
     teams = [Team(name="a", used_device_s=900.0), Team(name="b", used_device_s=100.0)]
     jobs = [make_job("x", team="a"), make_job("y", team="b"), make_job("z", team="b", priority=1)]
-    weights = tell_weights(jobs, tell_allowances(teams, jobs, 16))
+    weights = weigh_jobs(jobs, compute_quotas(teams, jobs, 16))
     assert weights[0] < weights[1]
     assert weights[2] == pytest.approx(2 * weights[1])
 

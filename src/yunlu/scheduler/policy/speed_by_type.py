@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.goodput import FittedSpeed, Shapes, Throughput, tell_goodputs
+from yunlu.scheduler.policy.goodput import FittedSpeed, ShapeList, Throughput, compute_goodputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.observations import Batch, BatchLimits, Model, Observations, Timing
+    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, SpeedModel, Observations, StepTiming
     from yunlu.scheduler.policy.values import Demand
 
     Floats = NDArray[np.float64]
 
 
-class Foreknowledge(Protocol):
+class DeviceTypePrior(Protocol):
     """What is known of a program on a type of device before it has run there."""
 
     def limits(self, seen: Observations, device_type: str) -> BatchLimits | None:
@@ -47,7 +47,7 @@ class Foreknowledge(Protocol):
         ...
 
 
-class NoForeknowledge:
+class NoDeviceTypePrior:
     """All types are alike until they have been tried."""
 
     def limits(self, seen: Observations, device_type: str) -> BatchLimits | None:
@@ -76,14 +76,14 @@ class NoForeknowledge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSpeed:
+class SpeedByType:
     """The fitted models of one job, one for each type it can run on."""
 
     by_type: Mapping[str, FittedSpeed]
     fit: FittedSpeed
     """What was really fitted, whatever the types of the pool."""
     seen: Observations = field(compare=False, repr=False)
-    known: Foreknowledge = field(compare=False, repr=False)
+    known: DeviceTypePrior = field(compare=False, repr=False)
 
     def goodput(
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
@@ -94,7 +94,7 @@ class MixedSpeed:
             return np.zeros(len(devices))
         return speed.goodput(device_type, nodes, devices)
 
-    def choose_batch(self, device_type: str, nodes: int, devices: int) -> Batch:
+    def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch with the best goodput there, within what fits."""
         speed = self.by_type.get(device_type, self.fit)
         most = self.known.local_most(self.seen, device_type, nodes, devices)
@@ -104,7 +104,7 @@ class MixedSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedFitter:
+class CrossTypeFitter:
     """Makes models for all types of a pool: an :class:`~...observations.Estimator`.
 
     A type without timings is told from one with them: the same curve, as much faster or slower
@@ -112,13 +112,13 @@ class MixedFitter:
     """
 
     types: tuple[str, ...]
-    known: Foreknowledge = field(default_factory=NoForeknowledge)
+    known: DeviceTypePrior = field(default_factory=NoDeviceTypePrior)
     fitter: Fitter = field(default_factory=lambda: Fitter(leap=2, first_devices=1))
     """Carefully: a wrong guess is told on to the other types."""
 
-    def __call__(self, seen: Observations, before: Model | None) -> MixedSpeed:
+    def __call__(self, seen: Observations, before: SpeedModel | None) -> SpeedByType:
         """The model of a job, from its own timings and those of its program."""
-        last = before.fit if isinstance(before, MixedSpeed) else None
+        last = before.fit if isinstance(before, SpeedByType) else None
         fit = self.fitter(seen, last)
         by_type: dict[str, FittedSpeed] = {}
         for name in self.types:
@@ -136,7 +136,7 @@ class MixedFitter:
                 max_devices=tried if most is None else min(most, tried),
                 multiple=multiple,
             )
-        return MixedSpeed(by_type=by_type, fit=fit, seen=seen, known=self.known)
+        return SpeedByType(by_type=by_type, fit=fit, seen=seen, known=self.known)
 
     def _project(self, fit: FittedSpeed, seen: Observations, name: str) -> Throughput | None:
         source = _best_known(fit.throughputs, (*seen.shared_timings, *seen.timings))
@@ -166,27 +166,27 @@ def scale_throughput(throughput: Throughput, ratio: float) -> Throughput:
     )
 
 
-def _best_known(throughputs: Mapping[str, Throughput], timings: Sequence[Timing]) -> str | None:
+def _best_known(throughputs: Mapping[str, Throughput], timings: Sequence[StepTiming]) -> str | None:
     """The type of which most is known; the first by name among equals."""
     counts = {name: sum(t.device_type == name for t in timings) for name in sorted(throughputs)}
     return max(counts, key=counts.__getitem__, default=None)
 
 
-def tell_goodput_table(
+def tabulate_goodputs(
     jobs: Sequence[Demand], types: Sequence[str], nodes: Sequence[int], devices: Sequence[int]
 ) -> Floats:
     """Goodput of every job (rows) in every shape (columns: type, nodes, devices)."""
     table = np.zeros((len(jobs), len(types)))
     for name in dict.fromkeys(types):
         columns = [at for at, each in enumerate(types) if each == name]
-        shapes = Shapes(
+        shapes = ShapeList(
             tuple(int(nodes[at]) for at in columns), tuple(int(devices[at]) for at in columns)
         )
         fitted: list[FittedSpeed] = []
         rows: list[int] = []
         for row, job in enumerate(jobs):
             speed = job.speed
-            if isinstance(speed, MixedSpeed):
+            if isinstance(speed, SpeedByType):
                 speed = speed.by_type.get(name)
             if isinstance(speed, FittedSpeed):
                 fitted.append(speed)
@@ -196,5 +196,5 @@ def tell_goodput_table(
                     name, np.array(shapes.nodes), np.array(shapes.devices)
                 )
         if fitted:
-            table[np.ix_(rows, columns)] = tell_goodputs(fitted, name, shapes)
+            table[np.ix_(rows, columns)] = compute_goodputs(fitted, name, shapes)
     return table

@@ -23,16 +23,16 @@ from tests.unit.scheduler.policy.states import (
     states,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.scheduler.policy.entitlement import Manners
-from yunlu.scheduler.policy.progress import ProgressOptions, ProgressPolicy
+from yunlu.scheduler.policy.fairness import FairnessRules
+from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 from yunlu.scheduler.policy.sizes import find_sizes
-from yunlu.scheduler.policy.urgency import Taste
+from yunlu.scheduler.policy.urgency import PolicyParams
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
 
 def decide(state: PoolState, **options: object) -> dict[str, int]:
     """Devices of each job."""
-    decision = ProgressPolicy(ProgressOptions(**options)).decide(state)  # pyright: ignore[reportArgumentType]
+    decision = Allocator(AllocatorOptions(**options)).decide(state)  # pyright: ignore[reportArgumentType]
     check(state, decision)
     return {
         job.id: decision.placements[job.id].devices
@@ -44,13 +44,13 @@ def decide(state: PoolState, **options: object) -> dict[str, int]:
 @given(states())
 @settings(max_examples=150, deadline=None)
 def test_no_decision_breaks_a_rule(state: PoolState) -> None:
-    check(state, ProgressPolicy().decide(state))
+    check(state, Allocator().decide(state))
 
 
 @given(states(teams=True))
 @settings(max_examples=80, deadline=None)
 def test_no_team_holds_more_than_it_may(state: PoolState) -> None:
-    decision = ProgressPolicy().decide(state)
+    decision = Allocator().decide(state)
     check(state, decision)
     capacity = sum(node.devices for node in state.nodes if not node.is_leaving)
     asked = sum(team.quota or 0 for team in state.teams)
@@ -70,10 +70,10 @@ def test_no_team_holds_more_than_it_may(state: PoolState) -> None:
 @example(TWINS_ONE_ON_A_LEAVING_NODE, 0.0)
 @settings(max_examples=150, deadline=None)
 def test_a_decision_is_not_undone_while_nothing_changes(state: PoolState, later_s: float) -> None:
-    policy = ProgressPolicy()
+    policy = Allocator()
     if later_s:  # patience, turns and deadlines that run out meanwhile are changes
-        manners = Manners(patience_s=math.inf, turn_s=0.0)
-        policy = ProgressPolicy(ProgressOptions(manners=manners))
+        manners = FairnessRules(patience_s=math.inf, turn_s=0.0)
+        policy = Allocator(AllocatorOptions(manners=manners))
         state = replace(state, jobs=tuple(replace(job, deadline_at=None) for job in state.jobs))
     decisions = [policy.decide(state)]
     while len(decisions) < 2 or decisions[-1].placements != decisions[-2].placements:
@@ -97,11 +97,11 @@ def is_packed(state: PoolState, decision: Decision) -> bool:
 @given(states(most_jobs=6))
 @settings(max_examples=60, deadline=None)
 def test_it_depends_on_no_notes(state: PoolState) -> None:
-    used = ProgressPolicy()
+    used = Allocator()
     used.decide(make_state([make_job("other", work_s=50.0)]))
     known = [job for job in state.jobs if job.remaining is not None]
     state = replace(state, jobs=tuple(known))
-    assert used.decide(state).placements == ProgressPolicy().decide(state).placements
+    assert used.decide(state).placements == Allocator().decide(state).placements
 
 
 def test_a_job_alone_gets_all_it_can_use() -> None:
@@ -111,16 +111,16 @@ def test_a_job_alone_gets_all_it_can_use() -> None:
 
 def test_who_is_nearly_done_gets_more() -> None:
     state = make_state([make_job("short", work_s=600.0), make_job("long", work_s=1e6)])
-    gets = decide(state, taste=Taste())
+    gets = decide(state, taste=PolicyParams())
     assert gets["short"] > gets["long"] > 0
-    guarded = decide(state, taste=Taste(guard=3.0))
+    guarded = decide(state, taste=PolicyParams(guard=3.0))
     assert guarded["long"] > gets["long"]
 
 
 def test_the_end_of_all_counts_once_nobody_comes_any_more() -> None:
     jobs = [make_job("short", work_s=3e5), make_job("long", work_s=1e6)]
     at_once, later = (make_state(jobs, make_nodes(16), now=now) for now in (0.0, 1e5))
-    plain, late = Taste(company=1.0, late_company=1.0), Taste(company=1.0, late_company=9.0)
+    plain, late = PolicyParams(company=1.0, late_company=1.0), PolicyParams(company=1.0, late_company=9.0)
     assert decide(at_once, taste=plain) == decide(at_once, taste=late)
     assert decide(later, taste=late)["long"] > decide(later, taste=plain)["long"]
 
@@ -128,7 +128,7 @@ def test_the_end_of_all_counts_once_nobody_comes_any_more() -> None:
 def test_where_many_are_the_longest_is_not_left_with_nothing() -> None:
     jobs = [make_job(f"short{each}", work_s=3e4) for each in range(4)]
     state = make_state([*jobs, make_job("long", work_s=1e6)])
-    alone, crowded = (decide(state, taste=Taste(crowd=crowd)) for crowd in (0.0, 2.0))
+    alone, crowded = (decide(state, taste=PolicyParams(crowd=crowd)) for crowd in (0.0, 2.0))
     assert crowded.get("long", 0) > alone.get("long", 0)
 
 
@@ -183,7 +183,7 @@ def test_higher_priority_is_served_first_and_the_lower_waits() -> None:
     assert gets["high"] == 8
     assert len(gets) == 3
     stopped = next(job.id for job in low if job.id not in gets)
-    assert ProgressPolicy().decide(state).reasons[stopped].code == "stopped"
+    assert Allocator().decide(state).reasons[stopped].code == "stopped"
 
 
 def test_who_may_not_be_stopped_is_not() -> None:
@@ -216,7 +216,7 @@ def test_a_team_borrows_no_more_than_it_may() -> None:
     gets = decide(state)
     assert sum(gets.values()) == 8
     waiting = next(job.id for job in jobs if job.id not in gets)
-    assert ProgressPolicy().decide(state).reasons[waiting].code == "over_quota"
+    assert Allocator().decide(state).reasons[waiting].code == "over_quota"
 
 
 def test_a_deadline_is_met_where_it_can_be() -> None:
@@ -229,7 +229,7 @@ def test_a_deadline_is_met_where_it_can_be() -> None:
     state = make_state([*others, hopeless])
     assert decide(state).get("late", 0) <= 4
     fewer = make_state([*others[:2], hopeless])
-    assert ProgressPolicy().decide(fewer).reasons["late"].figures["misses_deadline"]
+    assert Allocator().decide(fewer).reasons["late"].figures["misses_deadline"]
 
 
 def test_money_decides_how_fast_it_may_be() -> None:
@@ -241,15 +241,15 @@ def test_money_decides_how_fast_it_may_be() -> None:
     broke = replace(rich, budget_dollars=0.0)
     state = make_state([broke], nodes)
     assert decide(state) == {}
-    assert ProgressPolicy().decide(state).reasons["a"].code == "over_budget"
+    assert Allocator().decide(state).reasons["a"].code == "over_budget"
 
 
 def test_what_has_just_been_given_is_not_taken_back() -> None:
     held = make_job("a", work_s=1e6, held=on(("n0", 4)), held_since=950.0)
     jobs = [held, *(make_job(f"j{n}", work_s=50.0) for n in range(3))]
-    gets = decide(make_state(jobs, make_nodes(1)), manners=Manners(turn_s=300.0))
+    gets = decide(make_state(jobs, make_nodes(1)), manners=FairnessRules(turn_s=300.0))
     assert "a" in gets
-    gets = decide(make_state(jobs, make_nodes(1)), manners=Manners(dwell_s=100.0))
+    gets = decide(make_state(jobs, make_nodes(1)), manners=FairnessRules(dwell_s=100.0))
     assert gets == {"a": 4}
 
 
@@ -273,7 +273,7 @@ def test_who_has_waited_too_long_goes_first() -> None:
 def test_a_node_that_leaves_is_left() -> None:
     nodes = [replace(node, is_leaving=node.name == "n0") for node in make_nodes(2)]
     job = make_job(held=on(("n0", 4)), held_since=0.0, max_devices=4)
-    decision = ProgressPolicy().decide(make_state([job], nodes))
+    decision = Allocator().decide(make_state([job], nodes))
     assert decision.placements["a"].shares == (("n1", 4),)
     assert decision.reasons["a"].code == "moved"
 
@@ -291,27 +291,27 @@ def test_a_node_that_leaves_is_left() -> None:
     ],
 )
 def test_every_job_is_told_why(job: Demand, code: str) -> None:
-    assert ProgressPolicy().decide(make_state([job])).reasons["a"].code == code
+    assert Allocator().decide(make_state([job])).reasons["a"].code == code
 
 
 def test_a_job_that_waits_is_told_when_it_may_start() -> None:
     running = make_job("r", min_devices=16, max_devices=16, work_s=1000.0, held_since=900.0,
                        held=on(("n0", 4), ("n1", 4), ("n2", 4), ("n3", 4)))  # fmt: skip
     waiting = make_job("w", min_devices=16, max_devices=16, work_s=9000.0)
-    decision = ProgressPolicy().decide(make_state([running, waiting]))
+    decision = Allocator().decide(make_state([running, waiting]))
     starts_at = decision.reasons["w"].figures["starts_at"]
     assert starts_at == decision.predicted_end_at["r"] > 1000.0
     assert decision.predicted_end_at["w"] > starts_at
 
 
 def test_an_empty_pool_and_no_jobs_are_no_trouble() -> None:
-    assert ProgressPolicy().decide(make_state([])).placements == {}
+    assert Allocator().decide(make_state([])).placements == {}
     empty = PoolState(now=0.0, nodes=(), jobs=(make_job(),))
-    decision = ProgressPolicy().decide(empty)
+    decision = Allocator().decide(empty)
     assert decision.placements == {}
     assert decision.reasons["a"].text
     leaving = make_state([make_job()], [Node(name="n0", devices=4, is_leaving=True)])
-    assert ProgressPolicy().decide(leaving).placements == {}
+    assert Allocator().decide(leaving).placements == {}
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -331,8 +331,8 @@ def test_every_job_starts_and_ends_however_many_short_ones_come(seed: int) -> No
         for number in range(24)
     ]
     patience_s = 900.0
-    options = ProgressOptions(manners=Manners(patience_s=patience_s, turn_s=120.0))
-    started, ended = live(ProgressPolicy(options), jobs, nodes, rounds=1500, round_s=60.0)
+    options = AllocatorOptions(manners=FairnessRules(patience_s=patience_s, turn_s=120.0))
+    started, ended = live(Allocator(options), jobs, nodes, rounds=1500, round_s=60.0)
     assert len(ended) == len(jobs)
     waits = [started[job.id] - job.submitted_at for job in jobs]
     # At worst everyone who was impatient before it gets a turn first.
@@ -345,5 +345,5 @@ def test_who_waited_long_gets_nothing_beyond_what_pinned_jobs_leave_of_its_teams
     teams = Team(name="red"), Team(name="blue", quota=0, borrow=1)
     jobs = pinned, make_job("waiting", team="blue")
     state = make_state(jobs, nodes, now=10_000.0, teams=teams)
-    decision = ProgressPolicy().decide(state)
+    decision = Allocator().decide(state)
     assert set(decision.placements) == {"pinned"}

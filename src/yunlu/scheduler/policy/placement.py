@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class PlacementRequest:
     """So many devices for a job."""
 
     id: str
@@ -33,7 +33,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedJobs:
     """Where everybody is."""
 
     placements: dict[str, Placement]
@@ -43,7 +43,7 @@ class Placed:
     """Jobs for whom the pool has not enough devices, or only on machines that are leaving."""
 
 
-def place(nodes: Sequence[Node], wants: Iterable[Want]) -> Placed:
+def place(nodes: Sequence[Node], wants: Iterable[PlacementRequest]) -> PlacedJobs:
     """Find machines for all; devices are never promised twice."""
     floor = _Floor(nodes)
     first = sorted(wants, key=lambda want: not want.is_pinned)
@@ -66,14 +66,14 @@ def place(nodes: Sequence[Node], wants: Iterable[Want]) -> Placed:
             heappush(waiting, (-one.devices, number, one))
     staying = {want.id for want in out if want.stays}
     back = {one for one in moved if floor.is_home(one)}
-    return Placed(
+    return PlacedJobs(
         placements=floor.placements,
         moved=frozenset((moved - back) | (staying - unplaced)),
         unplaced=frozenset(unplaced),
     )
 
 
-def _may_stay(want: Want) -> bool:
+def _may_stay(want: PlacementRequest) -> bool:
     return want.stays or want.is_pinned
 
 
@@ -92,11 +92,11 @@ class _Floor:
             if not node.is_leaving:
                 self.by_free.setdefault(node.devices, {})[node.name] = None
         self.room = sum(node.devices for node in nodes if not node.is_leaving)
-        self.tenants: dict[str, dict[str, Want]] = {}
+        self.tenants: dict[str, dict[str, PlacementRequest]] = {}
         self.placements: dict[str, Placement] = {}
         self.homes: dict[str, Placement] = {}
 
-    def keep(self, want: Want) -> bool:
+    def keep(self, want: PlacementRequest) -> bool:
         """Leave a job where it is, if its machines are still there and stay."""
         for name, count in want.held.shares:
             is_gone = name in self.leaving and not want.is_pinned
@@ -109,7 +109,7 @@ class _Floor:
         """Whether a job that had to move found its old place again."""
         return self.homes.get(job) == self.placements.get(job)
 
-    def find_room(self, want: Want) -> list[Want] | None:
+    def find_room(self, want: PlacementRequest) -> list[PlacementRequest] | None:
         """Settle a job; those who had to leave for it, or None if it cannot be done."""
         if self.room < want.devices:
             return None
@@ -137,7 +137,7 @@ class _Floor:
             return own[0] if own else next(iter(names))
         return None
 
-    def _span(self, want: Want) -> Placement:
+    def _span(self, want: PlacementRequest) -> Placement:
         """Whole machines, near each other; the rest on the fullest that takes it."""
         left = want.devices
         shares: dict[str, int] = {}
@@ -190,7 +190,7 @@ class _Floor:
                     devices -= taken
         return self._order(shares)
 
-    def _clear_part(self, devices: int) -> list[Want] | None:
+    def _clear_part(self, devices: int) -> list[PlacementRequest] | None:
         """Make room on the machine where the fewest devices have to move, if they fit elsewhere."""
         best: tuple[int, int, str] | None = None
         for free, names in self.by_free.items():
@@ -207,9 +207,9 @@ class _Floor:
             self._leave(want)
         return gone
 
-    def _leavers(self, name: str, needed: int, below: int) -> list[Want] | None:
+    def _leavers(self, name: str, needed: int, below: int) -> list[PlacementRequest] | None:
         """The smallest jobs that live on this machine alone and give back as many as needed."""
-        found: list[Want] = []
+        found: list[PlacementRequest] = []
         for want in sorted(self.tenants.get(name, {}).values(), key=lambda want: want.devices):
             if needed <= 0:
                 break
@@ -219,11 +219,11 @@ class _Floor:
                 needed -= want.devices
         return found if needed <= 0 else None
 
-    def _clear_whole(self, count: int) -> list[Want]:
+    def _clear_whole(self, count: int) -> list[PlacementRequest]:
         """Empty the least used machines until there are enough whole ones."""
         whole = [name for name, free in self.free.items() if free == self.most]
         missing = count - len([name for name in whole if name not in self.leaving])
-        gone: list[Want] = []
+        gone: list[PlacementRequest] = []
         if missing <= 0:
             return gone
         choices: list[tuple[int, int, str]] = []
@@ -247,13 +247,13 @@ class _Floor:
     def _order(self, shares: dict[str, int]) -> Placement:
         return Placement(tuple(sorted(shares.items(), key=lambda item: self.rank[item[0]])))
 
-    def _settle(self, want: Want, placement: Placement) -> None:
+    def _settle(self, want: PlacementRequest, placement: Placement) -> None:
         self.placements[want.id] = placement
         for name, count in placement.shares:
             self._set_free(name, self.free[name] - count)
             self.tenants.setdefault(name, {})[want.id] = want
 
-    def _leave(self, want: Want) -> None:
+    def _leave(self, want: PlacementRequest) -> None:
         placement = self.placements.pop(want.id)
         self.homes[want.id] = placement
         for name, count in placement.shares:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.policy.entitlement import Manners
-from yunlu.scheduler.policy.lengths import Lengths
+from yunlu.scheduler.policy.fairness import FairnessRules
+from yunlu.scheduler.policy.remaining_work import WorkHistory
 from yunlu.scheduler.policy.mixed import MixedRound
-from yunlu.scheduler.policy.mixed_worth import MIXED_TASTE, MixedTaste
+from yunlu.scheduler.policy.mixed_worth import SEVERAL_TYPES_PARAMS, SeveralTypesParams
 from yunlu.scheduler.policy.uniform import UniformRound
-from yunlu.scheduler.policy.urgency import Taste
+from yunlu.scheduler.policy.urgency import PolicyParams
 from yunlu.scheduler.policy.values import Decision
 
 if TYPE_CHECKING:
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand, PoolState
 
 
-TASTE = Taste(guard=0.3, crowd=0.25, late_company=3.0, growth=2.5)
+DEFAULT_PARAMS = PolicyParams(guard=0.3, crowd=0.25, late_company=3.0, growth=2.5)
 """Numbers chosen on one public workload (Pollux's sixth, as it is and with its jobs shuffled)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressOptions:
+class AllocatorOptions:
     """What can be set."""
 
-    taste: Taste = TASTE
+    taste: PolicyParams = DEFAULT_PARAMS
     """For pools with one type of device."""
-    mixed_taste: MixedTaste = MIXED_TASTE
+    mixed_taste: SeveralTypesParams = SEVERAL_TYPES_PARAMS
     """For pools with several."""
-    manners: Manners = field(default_factory=Manners)
+    manners: FairnessRules = field(default_factory=FairnessRules)
     learns_from_programs: bool = True
     """Whether what a program took before tells how long it will take again."""
 
 
-class ProgressPolicy:
+class Allocator:
     """Maximises the sum over jobs of what their speed is worth, exactly, in every decision."""
 
     name = "yunlu"
 
-    def __init__(self, options: ProgressOptions | None = None) -> None:
+    def __init__(self, options: AllocatorOptions | None = None) -> None:
         """Starts without notes."""
-        self.options = options or ProgressOptions()
+        self.options = options or AllocatorOptions()
         self._notes = _Notes()
 
     def decide(self, state: PoolState) -> Decision:
@@ -82,7 +82,7 @@ class ProgressPolicy:
 _EVENING_S = 3600.0
 
 
-def _settle(taste: Taste, state: PoolState) -> Taste:
+def _settle(taste: PolicyParams, state: PoolState) -> PolicyParams:
     """What is given lasts the longer, the longer nobody new has come; then the end of all counts."""
     quiet_s = max(state.now - max(job.submitted_at for job in state.jobs), 0.0)
     share = min(quiet_s / _EVENING_S, 1.0)
@@ -115,14 +115,14 @@ class _Last:
 class _Notes:
     """What is remembered between decisions; lost, the next decision is only a little worse."""
 
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: WorkHistory = field(default_factory=WorkHistory)
     since: dict[str, float] = field(default_factory=dict[str, float])
     """Since when each job runs, or waits."""
     last: dict[str, _Last] = field(default_factory=dict[str, _Last])
     prices: NDArray[np.float64] | None = None
     """Of each type of device, where there are several."""
 
-    def read(self, state: PoolState, options: ProgressOptions) -> None:
+    def read(self, state: PoolState, options: AllocatorOptions) -> None:
         """Learn from who has left since the last decision, and who waits."""
         here = {job.id for job in state.jobs}
         for job in [job for job in self.last if job not in here]:

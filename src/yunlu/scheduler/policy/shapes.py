@@ -26,7 +26,7 @@ _EVERY_COUNT_TO = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceGroup:
     """Nodes that are alike: one type and as many devices each."""
 
     type: str
@@ -40,10 +40,10 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class ShapeTable:
     """Every shape on every kind, as columns."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceGroup, ...]
     kind: Ints
     nodes: Ints
     devices: Ints
@@ -68,19 +68,19 @@ class Shapes:
         return int(at[0]) if len(at) else None
 
 
-def group_kinds(nodes: Iterable[Node]) -> tuple[Kind, ...]:
+def group_nodes(nodes: Iterable[Node]) -> tuple[DeviceGroup, ...]:
     """The kinds of a pool's nodes, those that stay, in a fixed order."""
     groups: dict[tuple[str, int], list[Node]] = {}
     for node in nodes:
         if node.devices > 0 and not node.is_leaving:
             groups.setdefault((node.type, node.devices), []).append(node)
     return tuple(
-        Kind(type=type_, node_devices=devices, nodes=tuple(groups[type_, devices]))
+        DeviceGroup(type=type_, node_devices=devices, nodes=tuple(groups[type_, devices]))
         for type_, devices in sorted(groups)
     )
 
 
-def lay_out(kinds: Sequence[Kind], extra: Iterable[int] = ()) -> Shapes:
+def lay_out_groups(kinds: Sequence[DeviceGroup], extra: Iterable[int] = ()) -> ShapeTable:
     """Every shape on every kind; ``extra`` are sizes that jobs of fixed size insist on."""
     columns: list[tuple[int, int, int]] = []
     wanted = set(extra)
@@ -90,10 +90,10 @@ def lay_out(kinds: Sequence[Kind], extra: Iterable[int] = ()) -> Shapes:
         sizes |= {size for size in wanted if size <= kind.devices}
         columns += [(at, -(-size // kind.node_devices), size) for size in sorted(sizes)]
     table = np.array(columns, dtype=np.int64).reshape(-1, 3)
-    return Shapes(kinds=tuple(kinds), kind=table[:, 0], nodes=table[:, 1], devices=table[:, 2])
+    return ShapeTable(kinds=tuple(kinds), kind=table[:, 0], nodes=table[:, 1], devices=table[:, 2])
 
 
-def allow(jobs: Sequence[Demand], shapes: Shapes) -> NDArray[np.bool_]:
+def allow_shapes(jobs: Sequence[Demand], shapes: ShapeTable) -> NDArray[np.bool_]:
     """Which shapes each job's own limits permit, jobs x shapes."""
     least = np.array([max(job.min_devices, 1) for job in jobs])[:, None]
     most = np.array([job.max_devices for job in jobs])[:, None]

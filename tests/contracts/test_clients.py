@@ -43,7 +43,11 @@ class Jobs(ClientContract):
                 "model": "hf:meta-llama/Llama-3.2-1B",
                 "data": {"train": "corpus.txt", "tokens": 100_000_000, "max_length": 1024},
                 "train": {"batch": 64, "epochs": 1},
-                "goal": {"gpu": ["A100-80GB", "L4"], "cloud": ["aws", "gcp", "lambda"], "max_devices": 8},
+                "goal": {
+                    "gpu": ["A100-80GB", "L4"],
+                    "cloud": ["aws", "gcp", "lambda"],
+                    "max_devices": 8,
+                },
             }
         )
 

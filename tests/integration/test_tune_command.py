@@ -119,7 +119,7 @@ def test_ctrl_c_lets_it_rest_and_the_same_command_goes_on(
         process.kill()
         process.communicate()
     assert process.returncode == 130, err
-    assert "resting: trials save and hold" in out
+    assert "stopping: trials save and hold" in out
     assert "go on with: yunlu tune --resume toys" in out
     told = document(capsys, "study", "show", "toys")
     assert told["state"] == "stopped"
@@ -153,10 +153,10 @@ def test_a_study_can_be_stopped_from_elsewhere(
     other.join()
     assert codes == [0]
     assert answer.code == 0
-    assert "toys rests; go on with: yunlu tune --resume toys" in answer.out
+    assert "toys is stopped; go on with: yunlu tune --resume toys" in answer.out
     assert document(capsys, "study", "show", "toys")["state"] == "stopped"
     assert main(["study", "stop", "toys"]) == 0
-    assert "rests already" in capsys.readouterr().out
+    assert "is not running" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def test_without_a_key_the_run_goes_on_with_a_warning_and_no_question_at_the_ter
     finally:
         os.close(terminal)
         os.close(screen)
-    assert "WandbTracker failed and is off for this run" in done.stdout
+    assert "WandbTracker failed and is disabled for this run" in done.stdout
     assert "wandb login" in done.stdout
     assert list((run / "tensorboard").iterdir())
 

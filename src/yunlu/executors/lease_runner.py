@@ -164,7 +164,7 @@ class LeaseRunner:
                 if (
                     group is not None
                     and has_begun
-                    and send_request(group, {"kind": "where"}, timeout_s=5)
+                    and send_request(group, {"kind": "locate_run"}, timeout_s=5)
                 ):
                     taken = lease.name in group.wanted
                     name = f"{lease.name}-{os.getpid()}" if taken else lease.name

@@ -8,7 +8,7 @@ from yunlu.core.errors import StoreError
 
 
 class RunState(StrEnum):
-    """Where a run stands. The last four are resting states."""
+    """State of a run. In the last four it has ended."""
 
     PENDING = "pending"
     PLANNING = "planning"
@@ -31,7 +31,7 @@ class RunState(StrEnum):
 
     @property
     def can_resume(self) -> bool:
-        """Whether ``yunlu resume`` may start another life."""
+        """Whether ``yunlu resume`` may start another attempt."""
         return RunState.PENDING in LEGAL_MOVES[self]
 
 
@@ -60,24 +60,24 @@ ACTIVE = frozenset({RunState.PENDING, RunState.PLANNING, RunState.RUNNING, RunSt
 def check_move(current: RunState, wanted: RunState) -> None:
     """Refuse a move that the table does not allow."""
     if wanted not in LEGAL_MOVES[current]:
-        allowed = ", ".join(sorted(LEGAL_MOVES[current])) or "nothing: it rests for good"
+        allowed = ", ".join(sorted(LEGAL_MOVES[current])) or "nothing: it has ended for good"
         raise StoreError(
             f"a run that is {current} cannot become {wanted} (it can become {allowed})"
         )
 
 
-def replay_move(current: RunState, told: RunState) -> RunState:
-    """Where a run stands after its log says ``told``, even where a crash tore lines out of the log.
+def replay_move(current: RunState, logged: RunState) -> RunState:
+    """State after the log says ``logged``, even where a crash tore lines out of the log.
 
-    The worker's own word, and the start of a new life, are believed although a line before them
-    may be missing. What others infer from outside (stopping, lost) never wakes a run that rests,
-    and a finished run stays finished.
+    What the worker itself reports, and the start of a new attempt, are believed although a line before
+    them may be missing. What others infer from outside (stopping, lost) never restarts a run that has
+    ended, and a finished run stays finished.
     """
-    if told in LEGAL_MOVES[current]:
-        return told
+    if logged in LEGAL_MOVES[current]:
+        return logged
     if current is RunState.FINISHED:
         return current
-    if told in {RunState.STOPPING, RunState.LOST}:
-        # Lost is our verdict, not the worker's: if it speaks again it was alive after all.
-        return told if current is RunState.LOST else current
-    return told
+    if logged in {RunState.STOPPING, RunState.LOST}:
+        # Lost is our verdict, not the worker's: if it writes again it was alive after all.
+        return logged if current is RunState.LOST else current
+    return logged

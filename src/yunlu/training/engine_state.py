@@ -11,11 +11,11 @@ from yunlu.core.errors import DataError
 from yunlu.training.checkpoint import state as states
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.parallel.optimizer_state import (
+    empty_optimizer_shards,
     fill_optimizer,
     install_optimizer,
     optimizer_shards,
     parameter_shards,
-    empty_optimizer_shards,
 )
 from yunlu.training.parallel.tensor_slices import (
     ShardGroupReader,

@@ -64,7 +64,9 @@ def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn
     directory = find_hf_directory(spec.name)
     config = _read_config(directory, spec, sizes)
     if getattr(config, "transformers_weights", None) is not None:
-        raise ModelError(f"{spec.name}: config.json names its own weights file, which is not supported.")
+        raise ModelError(
+            f"{spec.name}: config.json names its own weights file, which is not supported."
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{spec.name} holds quantised weights, which cannot be trained.",
@@ -97,7 +99,9 @@ def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn
     _check_fit(spec, model, report, sizes)
     _match_labels(model, directory, sizes)
     mismatched = {key for key, *_ in report["mismatched_keys"]}
-    _new_weights[model] = tuple(sorted({*report["missing_keys"], *mismatched} & set(model.state_dict())))
+    _new_weights[model] = tuple(
+        sorted({*report["missing_keys"], *mismatched} & set(model.state_dict()))
+    )
     return model
 
 
@@ -214,7 +218,9 @@ def _check_fit(
 def _match_labels(model: Any, directory: Path, sizes: Mapping[str, Any]) -> None:
     """Reorder the rows of the head by the job's labels, if they are the same set."""
     config_json = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    before = [name for _, name in sorted((config_json.get("id2label") or {}).items(), key=_by_number)]
+    before = [
+        name for _, name in sorted((config_json.get("id2label") or {}).items(), key=_by_number)
+    ]
     now = list(sizes.get("id2label", {}).values())
     if before == now or set(before) != set(now) or len(before) != len(now):
         return

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from yunlu.core.errors import ModelError
 from yunlu.core.units import show_count
 from yunlu.training.models.adapter import add_adapter, find_head, has_adapter
-from yunlu.training.models.hf import find_hf_directory, new_weights, is_hf, names_hf
+from yunlu.training.models.hf import find_hf_directory, is_hf, names_hf, new_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,9 @@ def load_initial_weights(model: nn.Module, job: Job, task: Task) -> WeightsOrigi
     if is_hf(model):
         origin = _loaded_hf_weights(model, spec)
     else:
-        origin = _load_weights(model, directory, before.get("labels") or (), now.get("labels") or ())
+        origin = _load_weights(
+            model, directory, before.get("labels") or (), now.get("labels") or ()
+        )
     return origin if spec.adapter is None else _adapt(model, job, origin)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mup import STANDARD, WidthRule, scale_input, find_width_rule, make_norm
+from yunlu.training.models.mup import STANDARD, WidthRule, find_width_rule, make_norm, scale_input
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

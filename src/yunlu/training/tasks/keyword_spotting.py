@@ -17,8 +17,8 @@ from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
 from yunlu.training.tasks.media import (
-    LABEL_NAMES,
     AUDIO_NAMES,
+    LABEL_NAMES,
     LabelledSamples,
     Labels,
     SingleLabelTask,

@@ -264,7 +264,9 @@ class GenerationScorer:
         eos = self._tokenizer.eos
         generated = ids[: ids.index(eos)] if eos in ids else ids
         nothing = {IGNORED, self._tokenizer.pad}
-        return self._tokenizer.decode([token for token in generated if token not in nothing]).strip()
+        return self._tokenizer.decode(
+            [token for token in generated if token not in nothing]
+        ).strip()
 
 
 def _pair_columns(table: DataTable, job: Job) -> tuple[str, str]:

@@ -159,7 +159,9 @@ class SpeechToText:
         real = _output_lengths(model, lengths, int(lengths.max()), scores.shape[1])
         log_probabilities = scores.float().log_softmax(dim=-1).transpose(0, 1)
         if log_probabilities.is_cuda and torch.are_deterministic_algorithms_enabled():
-            log_probabilities = log_probabilities.cpu()  # CTC's gradient on the GPU is not deterministic
+            log_probabilities = (
+                log_probabilities.cpu()
+            )  # CTC's gradient on the GPU is not deterministic
         loss = functional.ctc_loss(
             log_probabilities,
             batch.targets["codes"].to(log_probabilities.device),
@@ -191,7 +193,9 @@ class SpeechToText:
     ) -> Utterances | None:
         if table is None:
             return None
-        transcripts = [_text(value, table.source_row(row), part) for row, value in enumerate(table[texts])]
+        transcripts = [
+            _text(value, table.source_row(row), part) for row, value in enumerate(table[texts])
+        ]
         names = [_name(sound, table.source_row(row)) for row, sound in enumerate(table[sounds])]
         return Utterances(AudioFeatures(table[sounds], self.front), transcripts, names)
 
@@ -199,7 +203,9 @@ class SpeechToText:
         """Exclude utterances that are too long for the job, or too short for their text; returns counts."""
         requested = job.data.max_length
         longest = (
-            math.inf if requested == "auto" else requested * self.front.per_second / FRAMES_PER_SECOND
+            math.inf
+            if requested == "auto"
+            else requested * self.front.per_second / FRAMES_PER_SECOND
         )
         output_frames = _output_frames(job)
         long: list[int] = []

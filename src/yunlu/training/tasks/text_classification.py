@@ -96,7 +96,9 @@ class TextClassification(SingleLabelTask):
             for part, table in (("validation", tables.validation), ("test", tables.test))
         }
         return Splits(
-            train=LabelledTexts(train, self._encode_labels(tables.train, inputs, target, "training")),
+            train=LabelledTexts(
+                train, self._encode_labels(tables.train, inputs, target, "training")
+            ),
             validation=held_out["validation"],
             test=held_out["test"],
             fingerprint=tables.fingerprint,
@@ -182,7 +184,9 @@ class TextClassification(SingleLabelTask):
         labels = self._encode_labels(table, inputs, target, part)
         return LabelledTexts(encode(self.tokenizer, texts, max_length=self.max_length), labels)
 
-    def _encode_labels(self, table: DataTable, inputs: Sequence[str], target: str, part: str) -> Tensor:
+    def _encode_labels(
+        self, table: DataTable, inputs: Sequence[str], target: str, part: str
+    ) -> Tensor:
         return self.labels.encode(
             table[target], table[inputs[0]], part=part, row_of=table.source_row
         )
@@ -240,7 +244,9 @@ class TextScorer(ClassScorer):
             if len(examples) < _EXAMPLES:
                 text = self._tokenizer.decode(ids[row][mask[row].bool()].tolist())
                 examples.append(
-                    Example(input=text, expected=self._names[truth], predicted=self._names[predicted])
+                    Example(
+                        input=text, expected=self._names[truth], predicted=self._names[predicted]
+                    )
                 )
 
 

@@ -214,7 +214,7 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
     plan = make_plan(Layout(dp=2), job, micro_batch=16, kernel="fused")
     rules = build_server_rules(job, plan, first_step=0)
     kept: list[int] = []
-    for life, tickets_before_the_chief, contextual in ((1, 3, served), (2, 1, serving)):
+    for life, tickets_before_the_coordinator, contextual in ((1, 3, served), (2, 1, serving)):
         begin_attempt(run)
         stop = StopRequest()
         stop.set()
@@ -222,11 +222,11 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
         with contextual(run, rules, *given):
             hand = Hand(run, job, plan)
             # The second of two shares of the second step is done in the second life, by a worker
-            # that is there before the chief is.
-            hand.work(tickets_before_the_chief)
+            # that is there before the coordinator is.
+            hand.work(tickets_before_the_coordinator)
             parts = make_parts(Sentences(), job)
             assert (
-                AsyncCoordinator(run, job, plan, parts, stop=stop, life=life).lead()
+                AsyncCoordinator(run, job, plan, parts, stop=stop, attempt=life).run()
                 is RunState.STOPPED
             )
             hand.close()

@@ -144,7 +144,7 @@ def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
     first = Machine(server, crew)
     first.say(Forked(worker=0, pid=77, process_started_at=0))
     other = Machine(server, crew, pid=2)
-    (answer,) = [each for each in other.hear() if each["kind"] == "answer"]
+    (answer,) = [each for each in other.hear() if each["kind"] == "reply"]
     assert not answer["is_accepted"]
     assert "already" in answer["text"]
     again = Machine(server, crew)  # before its first connection was seen to end
@@ -186,13 +186,13 @@ def test_requests_are_answered_to_those_who_know_the_token(
             server.poll(0.01)
         return found[0]
 
-    assert answer(crew, {"kind": "where"})["text"] == str(tmp_path)
+    assert answer(crew, {"kind": "locate_run"})["text"] == str(tmp_path)
     assert not answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]  # nothing to work for
     (tmp_path / "servers").mkdir()
     assert answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]
     assert (tmp_path / Document.TARGET_WORKERS).read_text() == "4"
     stranger = crew.model_copy(update={"token": "guess"})
-    assert isinstance(answer(stranger, {"kind": "where"}), StoreError)
+    assert isinstance(answer(stranger, {"kind": "locate_run"}), StoreError)
 
 
 def test_an_address_for_all_is_told_as_one_that_others_can_use():

@@ -100,9 +100,9 @@ class Servers:
         """As if nothing had come from a worker for so long."""
         for running in self._running:
             assert running is not None
-            for connection in running[0]._callers.values():
+            for connection in running[0]._clients.values():
                 if connection.worker == worker:
-                    connection.heard_at -= seconds
+                    connection.received_at -= seconds
 
     def client(self, worker: str, model: nn.Module, patience_s: float = LIMIT_S) -> ServerClient:
         return ServerClient(

@@ -100,7 +100,7 @@ def test_saved_images_and_sounds_stay_encoded_bytes(tmp_path: Path) -> None:
 
 def test_a_damaged_saved_data_set_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(DataError, match="not a whole saved data set"):
+    with pytest.raises(DataError, match="not a complete saved data set"):
         load(tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_parquet_keeps_numbers_as_arrays_and_lists_as_lists(tmp_path: Path) -> N
 def test_a_torn_parquet_file_is_a_data_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "a.parquet")
     torn = (tmp_path / "a.parquet").read_bytes()[:-20]
-    with pytest.raises(DataError, match="not a whole Parquet file"):
+    with pytest.raises(DataError, match="not a complete Parquet file"):
         read(tmp_path / "a.parquet", torn)
 
 

@@ -69,7 +69,7 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [{}, {"kind": "shell"}, {"kind": "halt"}, {"kind": "tick", "x": 1}]
+    "data", [{}, {"kind": "shell"}, {"kind": "halt"}, {"kind": "ping", "x": 1}]
 )
 def test_what_is_no_message_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(FrameError):

@@ -54,7 +54,7 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
         assert worker._reconnect(selector)
     assert not hellos[0].is_ready
     assert worker._outbox is outbox
-    assert [message.kind for message in outbox] == ["leaving", "paused"]
+    assert [message.kind for message in outbox] == ["leave_notice", "paused"]
     assert outbox[1].step == 5
 
 

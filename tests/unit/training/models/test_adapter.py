@@ -219,7 +219,11 @@ def test_convolutions_are_adapted_when_they_are_named() -> None:
         (classifier, ["layers.0.feed.upp"], r"did you mean 'layers.0.feed.up'"),
         (classifier, ["norm"], r"norm is a LayerNorm; lora adapts"),
         (lambda: ConvNet(1, 3), "auto", r"ConvNet has no linear layers to adapt"),
-        (lambda: MatrixFactorization(users=3, items=4), "auto", r"Factors has no linear layers"),
+        (
+            lambda: MatrixFactorization(users=3, items=4),
+            "auto",
+            r"MatrixFactorization has no linear layers",
+        ),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(

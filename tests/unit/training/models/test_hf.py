@@ -96,7 +96,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda path: (path / "config.json").write_text("[]"), "not an object"),
     "no type": (lambda path: (path / "config.json").write_text("{}"), "model_type"),
     "unknown type": (lambda path: change_config(path, model_type="nope"), "nope"),
-    "other sizes": (lambda path: change_config(path, hidden_size=8), "configuration asks for"),
+    "other sizes": (lambda path: change_config(path, hidden_size=8), "configuration expects"),
     "other model": (lambda path: change_config(path, model_type="gpt2"), "none of the weights"),
     "quantised": (
         lambda path: change_config(path, quantization_config={"quant_method": "gptq", "bits": 4}),

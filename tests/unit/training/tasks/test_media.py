@@ -62,9 +62,9 @@ def test_the_loss_is_summed_and_shares_are_read_as_such() -> None:
     scores, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
     expected = functional.cross_entropy(scores, targets, reduction="sum")
 
-    for outputs, are_shares in ((scores, False), (scores.softmax(dim=1), True)):
+    for outputs, are_probabilities in ((scores, False), (scores.softmax(dim=1), True)):
         loss, _ = classification_loss(
-            outputs, targets, classes=3, label_smoothing=0.0, are_shares=are_shares
+            outputs, targets, classes=3, label_smoothing=0.0, are_probabilities=are_probabilities
         )
         torch.testing.assert_close(loss, expected)
 
@@ -72,7 +72,11 @@ def test_the_loss_is_summed_and_shares_are_read_as_such() -> None:
 def test_a_model_with_too_few_outputs_is_refused() -> None:
     with pytest.raises(ModelError, match=r"\(2, 3\).*\(2, 4\) was expected"):
         classification_loss(
-            torch.zeros(2, 3), torch.tensor([0, 1]), classes=4, label_smoothing=0, are_shares=False
+            torch.zeros(2, 3),
+            torch.tensor([0, 1]),
+            classes=4,
+            label_smoothing=0,
+            are_probabilities=False,
         )
 
 

@@ -134,7 +134,7 @@ def test_what_a_model_writes_after_the_end_does_not_count(pairs: Path) -> None:
 def test_writing_is_bounded_however_large_the_split(
     pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yunlu.training.tasks.seq2seq._WRITTEN", 7)
+    monkeypatch.setattr("yunlu.training.tasks.seq2seq._GENERATED", 7)
     job = make_job(pairs)
     task, splits = load(job)
     model, scorer, asked = task.build(job).eval(), task.scorer(), list[int]()
@@ -144,7 +144,7 @@ def test_writing_is_bounded_however_large_the_split(
 
         def write(batch: Batch, count: int, answers: Any = answers) -> Tensor:
             asked.append(count)
-            return answers.write(batch, count)
+            return answers.generate(batch, count)
 
         scorer.add(type(answers)(answers.logits, write), batch)
     assert asked == [5, 2]

@@ -16,8 +16,8 @@ from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
-from yunlu.scheduler.policy.fitting import Fitter
 from yunlu.scheduler.policy.allocator import Allocator
+from yunlu.scheduler.policy.fitting import Fitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

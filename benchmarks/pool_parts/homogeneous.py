@@ -17,9 +17,9 @@ from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.rules import Rules, Trouble
 from yunlu.lab.simulation.simulator import simulate
+from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -10,8 +10,8 @@ from yunlu.executors.executor import Reserve
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 from yunlu.scheduler.policy.observations import BatchLimits, Observations, StepTiming
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.speed_estimates import SpeedEstimates

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import did_you_mean
 from yunlu.core.imports import make_object, names_object
 from yunlu.lab.simulation.tables import SimulationError
+from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

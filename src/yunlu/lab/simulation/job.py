@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.lab.simulation.profiles import Application
     from yunlu.lab.simulation.rules import Fate, Rules, Trouble
     from yunlu.lab.simulation.workload import Submission
-    from yunlu.scheduler.policy.observations import Estimator, SpeedModel, GradientNoise
+    from yunlu.scheduler.policy.observations import Estimator, GradientNoise, SpeedModel
     from yunlu.scheduler.policy.values import Speed
 
 _OVERRUN = 0.05

@@ -8,8 +8,8 @@ from yunlu.lab.simulation.contestants import Contestant
 from yunlu.lab.simulation.mixed import BELIEVED_RESTART_S, load_knowledge
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.sia import Sia
+from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
-from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
     from yunlu.lab.simulation.mixed import TableKnowledge
     from yunlu.scheduler.policy.goodput import Throughput
-    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, SpeedModel, Observations, StepTiming
+    from yunlu.scheduler.policy.observations import (
+        BatchLimits,
+        BatchSplit,
+        Observations,
+        SpeedModel,
+        StepTiming,
+    )
 
 _LEAP = 2
 _MOST_DEVICES = 64

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.scheduler.policy.observations import NoisePoint, Observations, StepTiming
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, GradientNoise
+    from yunlu.scheduler.policy.observations import BatchLimits, BatchSplit, GradientNoise
 
 Key = tuple[str, int, int, int]
 _REPEATS = 4
@@ -68,7 +68,14 @@ class Notes:
         self._seen: Observations | None = None
 
     def add(
-        self, timing: StepTiming, noise: GradientNoise, *, epoch: int, done: float, batch: BatchSplit, averages: bool
+        self,
+        timing: StepTiming,
+        noise: GradientNoise,
+        *,
+        epoch: int,
+        done: float,
+        batch: BatchSplit,
+        averages: bool,
     ) -> None:
         """Note one measurement."""
         key: Key = timing[:4]

@@ -80,7 +80,9 @@ class Application:
     """Progress at the start of each epoch and at the end of the last."""
     stages: Mapping[str, int] = field(default_factory=dict[str, int])
     """By type of devices: how many hold one copy of the model, where that is more than one."""
-    _noise: dict[tuple[int, int], GradientNoise] = field(default_factory=dict[tuple[int, int], GradientNoise])
+    _noise: dict[tuple[int, int], GradientNoise] = field(
+        default_factory=dict[tuple[int, int], GradientNoise]
+    )
 
     @property
     def multiple(self) -> int:
@@ -241,7 +243,9 @@ def _load_training(path: Path) -> Epochs:
     if any(later <= earlier for earlier, later in zip((0.0, *progress), progress, strict=False)):
         raise SimulationError(f"{path}: progress does not grow from row to row.")
     return Epochs(
-        progress, tuple(row[1] for row in rows), tuple(GradientNoise(row[2], row[3]) for row in rows)
+        progress,
+        tuple(row[1] for row in rows),
+        tuple(GradientNoise(row[2], row[3]) for row in rows),
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from yunlu.scheduler.policy.fairness import FairnessRules
-from yunlu.scheduler.policy.remaining_work import WorkHistory
 from yunlu.scheduler.policy.mixed import MixedRound
 from yunlu.scheduler.policy.mixed_worth import SEVERAL_TYPES_PARAMS, SeveralTypesParams
+from yunlu.scheduler.policy.remaining_work import WorkHistory
 from yunlu.scheduler.policy.uniform import UniformRound
 from yunlu.scheduler.policy.urgency import PolicyParams
 from yunlu.scheduler.policy.values import Decision

@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.residual_model import fit_residuals
 from yunlu.scheduler.policy.goodput import FittedSpeed, Throughput
+from yunlu.scheduler.policy.residual_model import fit_residuals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.observations import SpeedModel, GradientNoise, NoisePoint, Observations, StepTiming
+    from yunlu.scheduler.policy.observations import (
+        GradientNoise,
+        NoisePoint,
+        Observations,
+        SpeedModel,
+        StepTiming,
+    )
 
     Floats = NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.scheduler.policy.observations import (
-    BatchSplit,
     BatchLimits,
+    BatchSplit,
     clamp_batch,
     starting_batch,
 )
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.residual_model import ResidualModel
     from yunlu.scheduler.policy.observations import GradientNoise, StepTiming
+    from yunlu.scheduler.policy.residual_model import ResidualModel
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]

@@ -51,7 +51,9 @@ class TeamLimits:
     most: int
 
 
-def solve_knapsack(values: Floats, sizes: Ints, capacity: int, must_run: NDArray[np.bool_]) -> KnapsackSolution:
+def solve_knapsack(
+    values: Floats, sizes: Ints, capacity: int, must_run: NDArray[np.bool_]
+) -> KnapsackSolution:
     """The sizes with the largest sum of values; ``-inf`` is no choice, nothing is worth 0.
 
     A job that must run gets a size as long as the least sizes of all such jobs fit.

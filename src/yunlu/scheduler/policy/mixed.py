@@ -11,23 +11,23 @@ import numpy as np
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.scheduler.policy.decision_details import (
     DecisionDetails,
-    take_columns,
     build_reasons,
     compute_speedup,
     predict_starts,
+    take_columns,
 )
 from yunlu.scheduler.policy.fairness import (
-    limit_teams,
-    keep_recent_sizes,
     compute_quotas,
     find_must_run,
+    keep_recent_sizes,
+    limit_teams,
     weigh_jobs,
 )
-from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
-from yunlu.scheduler.policy.team_knapsack import solve_priced_with_teams
-from yunlu.scheduler.policy.shapes import ShapeTable, group_nodes, lay_out_groups
 from yunlu.scheduler.policy.mixed_worth import MixedOutlook, tell_mixed_outlook
 from yunlu.scheduler.policy.placement import PlacedJobs, PlacementRequest, place
+from yunlu.scheduler.policy.priced_knapsack import IDLE, DeviceOptions, PricedSolution, solve_priced
+from yunlu.scheduler.policy.shapes import ShapeTable, group_nodes, lay_out_groups
+from yunlu.scheduler.policy.team_knapsack import solve_priced_with_teams
 from yunlu.scheduler.policy.values import Decision
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.fairness import TeamQuota, FairnessRules
-    from yunlu.scheduler.policy.remaining_work import WorkHistory
+    from yunlu.scheduler.policy.fairness import FairnessRules, TeamQuota
     from yunlu.scheduler.policy.mixed_worth import SeveralTypesParams
+    from yunlu.scheduler.policy.remaining_work import WorkHistory
     from yunlu.scheduler.policy.values import Demand, PoolState
 
     Floats = NDArray[np.float64]
@@ -159,7 +159,9 @@ class MixedRound:
         if not self.allowances:
             return solve_priced(values, options, must_run=must_run, prices=self.prices)
         groups = limit_teams(self.jobs, self.allowances, taken)
-        return solve_priced_with_teams(values, options, groups=groups, must_run=must_run, prices=self.prices)
+        return solve_priced_with_teams(
+            values, options, groups=groups, must_run=must_run, prices=self.prices
+        )
 
     def _place(self) -> PlacedJobs:
         """Each kind for itself; who is pinned stays even on nodes of several kinds."""
@@ -173,7 +175,9 @@ class MixedRound:
             unplaced |= placed.unplaced
         for row in np.flatnonzero(self.is_pinned):
             placements[self.jobs[row].id] = self.jobs[row].held
-        return PlacedJobs(placements=placements, moved=frozenset(moved), unplaced=frozenset(unplaced))
+        return PlacedJobs(
+            placements=placements, moved=frozenset(moved), unplaced=frozenset(unplaced)
+        )
 
     def _want(self, at: int) -> list[PlacementRequest]:
         wants: list[PlacementRequest] = []
@@ -184,7 +188,9 @@ class MixedRound:
             pick = int(self.picks[row])
             if self.is_pinned[row]:
                 if here:
-                    wants.append(PlacementRequest(id=job.id, devices=here.devices, held=here, is_pinned=True))
+                    wants.append(
+                        PlacementRequest(id=job.id, devices=here.devices, held=here, is_pinned=True)
+                    )
             elif pick != IDLE and self.shapes.kind[pick] == at:
                 devices = int(self.shapes.devices[pick])
                 stays = here == job.held and devices == here.devices

@@ -180,7 +180,9 @@ def _add_deadlines(
             values[row, in_time] += _MEETS_DEADLINE * unit
 
 
-def _cut_budgets(values: Floats, jobs: Sequence[Demand], left_s: Floats, shapes: ShapeTable) -> None:
+def _cut_budgets(
+    values: Floats, jobs: Sequence[Demand], left_s: Floats, shapes: ShapeTable
+) -> None:
     """Shapes that a job's money does not last for are out; the thriftiest stays while there is any."""
     if all(job.budget_dollars is None for job in jobs):
         return

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.observations import BatchSplit, BatchLimits, SpeedModel, Observations, StepTiming
+    from yunlu.scheduler.policy.observations import (
+        BatchLimits,
+        BatchSplit,
+        Observations,
+        SpeedModel,
+        StepTiming,
+    )
     from yunlu.scheduler.policy.values import Demand
 
     Floats = NDArray[np.float64]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
+from yunlu.scheduler.policy.priced_knapsack import IDLE, DeviceOptions, PricedSolution, solve_priced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,9 @@ def _judge(
     return over, under
 
 
-def _cut(choice: PricedSolution, worth: Floats, options: DeviceOptions, groups: Sequence[TeamLimits]) -> PricedSolution:
+def _cut(
+    choice: PricedSolution, worth: Floats, options: DeviceOptions, groups: Sequence[TeamLimits]
+) -> PricedSolution:
     """Take what a group holds beyond its limit from those of its jobs that lose least."""
     picks = choice.picks.copy()
     table = np.column_stack([worth, np.zeros(len(worth))])

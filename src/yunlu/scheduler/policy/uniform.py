@@ -9,16 +9,16 @@ import numpy as np
 
 from yunlu.scheduler.policy.decision_details import (
     DecisionDetails,
-    take_columns,
     build_reasons,
     compute_speedup,
     predict_starts,
+    take_columns,
 )
 from yunlu.scheduler.policy.fairness import (
-    limit_teams,
-    keep_recent_sizes,
     compute_quotas,
     find_must_run,
+    keep_recent_sizes,
+    limit_teams,
     weigh_jobs,
 )
 from yunlu.scheduler.policy.knapsack import IDLE, KnapsackSolution, solve_knapsack, solve_with_teams
@@ -164,12 +164,16 @@ class UniformRound:
         for row, job in enumerate(self.jobs):
             if self.is_pinned[row]:
                 wants.append(
-                    PlacementRequest(id=job.id, devices=job.held.devices, held=job.held, is_pinned=True)
+                    PlacementRequest(
+                        id=job.id, devices=job.held.devices, held=job.held, is_pinned=True
+                    )
                 )
             elif self.picks[row] != IDLE:
                 devices = int(self.sizes.devices[self.picks[row]])
                 stays = devices == job.held.devices and not self.outlook.repacks[row]
-                wants.append(PlacementRequest(id=job.id, devices=devices, held=job.held, stays=stays))
+                wants.append(
+                    PlacementRequest(id=job.id, devices=devices, held=job.held, stays=stays)
+                )
         return place(self.state.nodes, wants)
 
     def _speedup(self, row: int) -> float:

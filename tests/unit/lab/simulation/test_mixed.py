@@ -19,8 +19,12 @@ from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
-from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter, NoDeviceTypePrior, tabulate_goodputs
 from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
+from yunlu.scheduler.policy.speed_by_type import (
+    CrossTypeFitter,
+    NoDeviceTypePrior,
+    tabulate_goodputs,
+)
 from yunlu.scheduler.policy.values import Demand
 
 TYPES = ("fast", "slow")
@@ -84,7 +88,9 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
     assert (model.goodput("moon", one, four) == 0).all()
     # More than twice of what was seen is not believed.
     assert model.goodput("fast", np.array([3]), np.array([12]))[0] == 0
-    blind = CrossTypeFitter(types=TYPES, known=NoDeviceTypePrior())(observe(profiles, *timings), None)
+    blind = CrossTypeFitter(types=TYPES, known=NoDeviceTypePrior())(
+        observe(profiles, *timings), None
+    )
     assert blind.goodput("slow", one, one) == pytest.approx(blind.goodput("fast", one, one))
 
 

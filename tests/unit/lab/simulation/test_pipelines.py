@@ -15,8 +15,8 @@ from yunlu.lab.simulation.profiles import load_application
 from yunlu.lab.simulation.rules import Rules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 
 TYPES = ("fast", "slow")
 NODES = parse_cluster("2x4:fast+3x4:slow")

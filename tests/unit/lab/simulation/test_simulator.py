@@ -21,7 +21,7 @@ from yunlu.lab.simulation.seats import find_seats
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.baselines import BASELINES
-from yunlu.scheduler.policy.observations import BatchSplit, SpeedModel, Observations, starting_batch
+from yunlu.scheduler.policy.observations import BatchSplit, Observations, SpeedModel, starting_batch
 from yunlu.scheduler.policy.values import Decision, PoolState
 
 NODES = parse_cluster("2x4")

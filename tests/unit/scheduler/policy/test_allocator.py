@@ -23,8 +23,8 @@ from tests.unit.scheduler.policy.states import (
     states,
 )
 from yunlu.hardware.fleet import Node
+from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.fairness import FairnessRules
-from yunlu.scheduler.policy.allocator import AllocatorOptions, Allocator
 from yunlu.scheduler.policy.sizes import find_sizes
 from yunlu.scheduler.policy.urgency import PolicyParams
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
@@ -120,7 +120,10 @@ def test_who_is_nearly_done_gets_more() -> None:
 def test_the_end_of_all_counts_once_nobody_comes_any_more() -> None:
     jobs = [make_job("short", work_s=3e5), make_job("long", work_s=1e6)]
     at_once, later = (make_state(jobs, make_nodes(16), now=now) for now in (0.0, 1e5))
-    plain, late = PolicyParams(company=1.0, late_company=1.0), PolicyParams(company=1.0, late_company=9.0)
+    plain, late = (
+        PolicyParams(company=1.0, late_company=1.0),
+        PolicyParams(company=1.0, late_company=9.0),
+    )
     assert decide(at_once, taste=plain) == decide(at_once, taste=late)
     assert decide(later, taste=late)["long"] > decide(later, taste=plain)["long"]
 

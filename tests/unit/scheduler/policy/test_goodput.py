@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.residual_model import fit_residuals
 from yunlu.scheduler.policy.goodput import FittedSpeed, ShapeList, Throughput, compute_goodputs
 from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise
+from yunlu.scheduler.policy.residual_model import fit_residuals
 
 THROUGHPUT = Throughput(0.05, 0.002, 0.2, 0.01, 0.02, 0.003, 2.0)
 LIMITS = BatchLimits(base=128, most=4096, local_least=32, local_most=512)
@@ -46,7 +46,9 @@ def test_no_other_batch_is_much_better() -> None:
 @given(st.integers(1, 64), st.floats(1e-3, 1e3), st.floats(0, 1e3))
 @settings(max_examples=60, deadline=None)
 def test_batches_stay_within_the_limits(devices: int, sqr: float, var: float) -> None:
-    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(sqr, var))
+    speed = FittedSpeed(
+        throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(sqr, var)
+    )
     nodes = -(-devices // 4)
     batch = speed.choose_batch("t4", nodes, devices)
     assert 1 <= batch.local <= LIMITS.local_most
@@ -56,8 +58,12 @@ def test_batches_stay_within_the_limits(devices: int, sqr: float, var: float) ->
 
 
 def test_noisier_gradients_are_worth_larger_batches() -> None:
-    quiet = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 0.1))
-    loud = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 100.0))
+    quiet = FittedSpeed(
+        throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 0.1)
+    )
+    loud = FittedSpeed(
+        throughputs={"t4": THROUGHPUT}, limits=LIMITS, noise=GradientNoise(1.0, 100.0)
+    )
     assert loud.choose_batch("t4", 1, 4).total(4) > quiet.choose_batch("t4", 1, 4).total(4)
 
 
@@ -74,7 +80,9 @@ def test_nothing_is_promised_beyond_what_was_explored() -> None:
 
 def test_a_fixed_batch_is_kept() -> None:
     limits = BatchLimits(base=128, most=4096, local_least=32, local_most=512, fixed=1024)
-    speed = FittedSpeed(throughputs={"t4": THROUGHPUT}, limits=limits, noise=GradientNoise(1.0, 8.0))
+    speed = FittedSpeed(
+        throughputs={"t4": THROUGHPUT}, limits=limits, noise=GradientNoise(1.0, 8.0)
+    )
     assert speed.choose_batch("t4", 1, 4).total(4) == 1024
     assert speed.goodput("t4", np.array([16]), np.array([64]))[0] == 0
 

@@ -121,7 +121,9 @@ def test_groups_without_limits_change_nothing(
     rows = np.arange(half), np.arange(half, jobs)
     open_ended = [TeamLimits(rows=own, least=0, most=capacity) for own in rows]
     plain, _ = total(values, sizes, solve_knapsack(values, sizes, capacity, must).picks)
-    same, _ = total(values, sizes, solve_with_teams(values, sizes, capacity, must, open_ended).picks)
+    same, _ = total(
+        values, sizes, solve_with_teams(values, sizes, capacity, must, open_ended).picks
+    )
     assert same == pytest.approx(plain)
     limited = [TeamLimits(rows=rows[0], least=least, most=most), open_ended[1]]
     picks = solve_with_teams(values, sizes, capacity, must, limited).picks

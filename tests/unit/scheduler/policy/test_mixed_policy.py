@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
+from yunlu.lab.simulation.sia import Sia
 from yunlu.scheduler.policy.fairness import FairnessRules
 from yunlu.scheduler.policy.mixed import MixedRound
-from yunlu.scheduler.policy.shapes import allow_shapes, group_nodes, lay_out_groups
 from yunlu.scheduler.policy.mixed_worth import SeveralTypesParams
-from yunlu.lab.simulation.sia import Sia
+from yunlu.scheduler.policy.shapes import allow_shapes, group_nodes, lay_out_groups
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
 if TYPE_CHECKING:
@@ -233,7 +233,9 @@ def test_shapes_are_parts_of_a_node_or_whole_nodes() -> None:
     ]  # fmt: skip
     assert [row[2] for row in found if row[0] == "fast"] == [1, 2, 3, 4, 8, 16]
     assert [row[2] for row in found if row[0] == "odd"] == [1, 2, 3, 4, 6]
-    allowed = allow_shapes([make_job("any"), make_job("three", min_devices=3, max_devices=3)], shapes)
+    allowed = allow_shapes(
+        [make_job("any"), make_job("three", min_devices=3, max_devices=3)], shapes
+    )
     assert 3 not in shapes.devices[allowed[0] & (shapes.kind == 2)]
     assert set(shapes.devices[allowed[1]]) == {3}
 

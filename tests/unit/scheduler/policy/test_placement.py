@@ -20,7 +20,10 @@ def test_who_has_what_it_wants_stays() -> None:
 
 def test_the_fullest_machine_that_fits_is_taken() -> None:
     kept = PlacementRequest(id="a", devices=2, held=on(("n1", 2)), stays=True)
-    placed = place(make_nodes(3), [kept, PlacementRequest(id="b", devices=1), PlacementRequest(id="c", devices=1)])
+    placed = place(
+        make_nodes(3),
+        [kept, PlacementRequest(id="b", devices=1), PlacementRequest(id="c", devices=1)],
+    )
     assert placed.placements["b"].shares == (("n1", 1),)
     assert placed.placements["c"].shares == (("n1", 1),)
 
@@ -53,7 +56,15 @@ def test_nothing_is_put_on_a_machine_that_leaves() -> None:
     nodes = [Node(name="n0", devices=4, is_leaving=True), *make_nodes(2)[1:]]
     was_there = PlacementRequest(id="a", devices=2, held=on(("n0", 2)), stays=True)
     pinned = PlacementRequest(id="p", devices=1, held=on(("n0", 1)), is_pinned=True)
-    placed = place(nodes, [was_there, pinned, PlacementRequest(id="b", devices=2), PlacementRequest(id="c", devices=2)])
+    placed = place(
+        nodes,
+        [
+            was_there,
+            pinned,
+            PlacementRequest(id="b", devices=2),
+            PlacementRequest(id="c", devices=2),
+        ],
+    )
     assert placed.placements["a"].shares == (("n1", 2),)
     assert placed.placements["p"] == pinned.held
     assert placed.unplaced == {"c"}

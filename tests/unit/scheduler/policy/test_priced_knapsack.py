@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.priced_knapsack import IDLE, PricedSolution, DeviceOptions, solve_priced
 from yunlu.scheduler.policy.knapsack_core import OpenChoices, solve_core
+from yunlu.scheduler.policy.priced_knapsack import IDLE, DeviceOptions, PricedSolution, solve_priced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +60,9 @@ def value_of(
     )
 
 
-def try_all(worth: NDArray[np.float64], options: DeviceOptions, must_run: NDArray[np.bool_]) -> float:
+def try_all(
+    worth: NDArray[np.float64], options: DeviceOptions, must_run: NDArray[np.bool_]
+) -> float:
     best = -np.inf
     for picks in itertools.product(range(-1, len(options.sizes)), repeat=len(worth)):
         used = np.zeros(len(options.capacities))

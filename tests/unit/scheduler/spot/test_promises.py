@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
-from yunlu.scheduler.spot.nets import keep_promises
 from yunlu.lab.spot.optimum import find_optimum
-from yunlu.scheduler.spot.policy import Planned, Plans
 from yunlu.lab.spot.replay import replay, replay_zones
+from yunlu.scheduler.spot.nets import keep_promises
+from yunlu.scheduler.spot.policy import Planned, Plans
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Market, Mode, Sight
 
 PRICE = 1.0

@@ -79,7 +79,7 @@ def spread(world: World, seed: int) -> nn.Module:
     """The model of a seed, cut by torch as the layout says."""
     layers = make(seed)
     if world.layout.pp > 1:
-        layers = {name: layers[name] for name in STAGES[world.place.pp]}
+        layers = {name: layers[name] for name in STAGES[world.coordinates.pp]}
     part = nn.Module()
     for name, layer in layers.items():
         part.add_module(name, layer)

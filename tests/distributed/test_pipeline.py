@@ -120,7 +120,7 @@ def _gradients(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def _make_pipeline(world: World, name: str) -> Pipeline:
     stages = split(_build(name), world.layout.stages)
-    rank = world.place.pp
+    rank = world.coordinates.pp
     own = {number: stages[number] for number in range(rank, len(stages), world.layout.pp)}
     shared = shared_names(stages)
     mesh = world.axis("fsdp")

@@ -53,7 +53,7 @@ def _move(rank: int, directory: str) -> tuple[list[float], list[int]]:
         engine = build(world, micro_batch)
         if before is not None:
             held = join_groups(before.state.shards())
-            wanted = engine.state.wanted(gather_specs(held))
+            wanted = engine.state.target_shards(gather_specs(held))
             redistribute(held, join_groups(wanted))
             numbers = json.loads(json.dumps(before.state.numbers()))
             engine.state.install(wanted, numbers, step=before.steps_done)

@@ -312,7 +312,7 @@ class ElasticWorker:
         is_local: bool,
     ) -> None:
         specs = gather_specs(held)
-        wanted = {} if is_local else engine.state.wanted(specs)
+        wanted = {} if is_local else engine.state.target_shards(specs)
         redistribute(held, join_groups(wanted))
         has_numbers = gather_json(numbers is not None)
         described = broadcast_json(numbers, source=has_numbers.index(True))

@@ -84,7 +84,7 @@ class EngineState:
             "fingerprint": engine.splits.fingerprint,
         }
 
-    def wanted(self, specs: Mapping[str, TensorSpec]) -> Groups:
+    def target_shards(self, specs: Mapping[str, TensorSpec]) -> Groups:
         """Shards to be filled from a source with these tensors (``<group>/<name>``)."""
         prefix = "optimizer/"
         moments = {

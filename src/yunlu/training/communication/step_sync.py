@@ -45,7 +45,7 @@ def sync_step(world: World, micros: Sequence[Batch], request: StepRequest = "") 
     if world.layout.is_single:
         return StepTotals(items, tokens, padding, samples, digest % _RANGE, request)
     counts = [items, tokens, padding, samples, _signed(digest), encode_request(request)]
-    if world.place.tp or world.place.pp:
+    if world.coordinates.tp or world.coordinates.pp:
         # Tensor- and pipeline-parallel workers use the same samples: count them once.
         counts[:5] = [0] * 5
     summed: list[int] = world.sum_over_all(torch.tensor(counts)).tolist()

@@ -124,14 +124,14 @@ def locate(path: str, options: Mapping[str, Any] | None = None) -> Location:
         with reading(path):
             info = fs.info(inner)
     except _AbsentError as error:
-        place = Location(fs, inner, is_folder=False, options=options).url
-        raise DataError(f"no such file or folder: {place}", hint=_similar(fs, inner)) from error
+        url = Location(fs, inner, is_folder=False, options=options).url
+        raise DataError(f"no such file or folder: {url}", hint=_similar(fs, inner)) from error
     return Location(fs, inner, info["type"] == "directory", options)
 
 
 @contextmanager
 def reading(what: str) -> Generator[None]:
-    """Turn whatever a storage back-end raises into a ``DataError`` that names the file."""
+    """Convert errors of storage back ends to a ``DataError`` that names the file."""
     try:
         yield
     except YunluError:
@@ -148,7 +148,7 @@ def reading(what: str) -> Generator[None]:
 
 
 class _AbsentError(DataError):
-    """The file is not there."""
+    """The file does not exist."""
 
 
 def _open_file_system(path: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -188,7 +188,7 @@ def _protocols(fs: Any) -> tuple[str, ...]:
 
 
 def _visible(infos: Iterable[Mapping[str, Any]], root: str) -> list[Mapping[str, Any]]:
-    kept = [
+    visible = [
         info
         for info in infos
         if str(info["name"]).rstrip("/") != root.rstrip("/")
@@ -196,18 +196,18 @@ def _visible(infos: Iterable[Mapping[str, Any]], root: str) -> list[Mapping[str,
             part.startswith(".") for part in str(info["name"])[len(root) :].split("/") if part
         )
     ]
-    return sorted(kept, key=lambda info: str(info["name"]))
+    return sorted(visible, key=lambda info: str(info["name"]))
 
 
 def _similar(fs: Any, path: str) -> str | None:
-    """Names near the one that is missing, where its folder can be listed."""
+    """Hint with names similar to the missing one."""
     parent = Location(fs, str(PurePosixPath(path).parent), is_folder=True)
     try:
         names = [child.path.rsplit("/", 1)[-1] for child in parent.children()]
     except YunluError:
         return f"the folder {parent.url} does not exist either"
-    wanted = PurePosixPath(path).name
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    name = PurePosixPath(path).name
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if near:
         return f"{parent.url} has {', '.join(near)}"
     return f"{parent.url} has no similar name" if names else f"{parent.url} is empty"

@@ -1,4 +1,4 @@
-"""Folders of images or sounds: one folder per label, or a sheet that names each file."""
+"""Folders of images or audio: one folder per label, or a sheet with file names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHEETS = {"labels": "label", "transcripts": "text", "metadata": "label"}
 
 
 def media_of(files: Sequence[Location]) -> str | None:
-    """``images`` or ``wav``: what the files are; ``None`` when neither, an error when both."""
+    """Kind of the files: ``images`` or ``wav``; None if neither, an error if both."""
     has_images = any(file.suffix in IMAGES for file in files)
     has_sounds = any(file.suffix in SOUNDS for file in files)
     if has_images and has_sounds:

@@ -96,18 +96,18 @@ def encode(
     return TokenLists(lists(), size=tokenizer.size)
 
 
-def fit_length(job: Job, tokenizer: Tokenizer, *, wanted: int = _LONGEST) -> int:
-    """The longest sample in tokens: what the job says, else ``wanted``, as far as the model goes."""
+def fit_length(job: Job, tokenizer: Tokenizer, *, default: int = _LONGEST) -> int:
+    """The longest sample in tokens: the job's value, else ``default``, limited by the model."""
     limit = _longest_input(job.model, tokenizer)
-    asked = job.data.max_length
-    if asked == "auto":
-        return wanted if limit is None else min(wanted, limit)
-    if limit is not None and asked > limit:
+    requested = job.data.max_length
+    if requested == "auto":
+        return default if limit is None else min(default, limit)
+    if limit is not None and requested > limit:
         raise ModelError(
-            f"data.max_length: {asked} is more than the {limit} tokens {job.model.name} can read.",
+            f"data.max_length: {requested} is more than the {limit} tokens {job.model.name} can read.",
             hint=f"use at most {limit}",
         )
-    return asked
+    return requested
 
 
 def pad(lists: Sequence[np.ndarray], fill: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def pad(lists: Sequence[np.ndarray], fill: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(padded), mask
 
 
-def lay_end_to_end(lists: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+def concatenate(lists: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Ids ``(T,)`` of all texts in one row, and the length of each."""
     ids = np.concatenate(lists).astype(np.int64)
     return torch.from_numpy(ids), torch.tensor([len(ids) for ids in lists])

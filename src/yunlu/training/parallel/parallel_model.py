@@ -210,7 +210,7 @@ class ParallelModel:
                 self._stages,
                 group=world.group("pp"),
                 layout=layout,
-                rank_in_pp=world.place.pp,
+                rank_in_pp=world.coordinates.pp,
                 shared=self._shared,
             )
 

@@ -38,7 +38,7 @@ def parallelize(
         stages = {
             number: stage
             for number, stage in enumerate(every)
-            if number % layout.pp == world.place.pp
+            if number % layout.pp == world.coordinates.pp
         }
     if layout.fsdp > 1:
         mesh = world.axis("dp", "fsdp")

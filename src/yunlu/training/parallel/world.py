@@ -60,7 +60,7 @@ class World:
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
-    def place(self) -> RankCoordinates:
+    def coordinates(self) -> RankCoordinates:
         """Coordinates of this worker in the layout."""
         return self.layout.place_of(self.rank)
 
@@ -81,8 +81,8 @@ class World:
 
     def axis(self, *names: str) -> DeviceMesh | None:
         """The mesh of these axes, in the order of ``AXES``; None if all have size 1."""
-        wanted = tuple(name for name in AXES if name in names and self.layout.size_of(name) > 1)
-        return None if self.mesh is None or not wanted else self.mesh[wanted]
+        axes = tuple(name for name in AXES if name in names and self.layout.size_of(name) > 1)
+        return None if self.mesh is None or not axes else self.mesh[axes]
 
     def group(self, *names: str) -> Any:
         """The process group of these axes; None if it has only this worker."""

@@ -72,7 +72,7 @@ class LanguageModeling:
         self._by_name = names_hf(job.model.name)
         self.tokenizer = choose_tokenizer(job.data, job.model, texts["train"], small="bytes")
         many = sum(map(len, texts["train"])) > _MANY_BYTES
-        self.max_length = fit_length(job, self.tokenizer, wanted=_LONG if many else _SHORT)
+        self.max_length = fit_length(job, self.tokenizer, default=_LONG if many else _SHORT)
         blocks = {part: self._make_blocks(texts[part], job.data, part) for part in texts}
         return Splits(
             train=blocks["train"],

@@ -17,7 +17,7 @@ from yunlu.training.data.text import (
     check_vocabulary,
     encode,
     fit_length,
-    lay_end_to_end,
+    concatenate,
     pad,
     save_tokenizer,
     texts_of,
@@ -126,8 +126,8 @@ class Seq2Seq:
 
     def pack(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
         """Pack sources and targets; each target starts with ``bos``."""
-        source, source_lengths = lay_end_to_end([source for source, _ in samples])
-        target, target_lengths = lay_end_to_end([target for _, target in samples])
+        source, source_lengths = concatenate([source for source, _ in samples])
+        target, target_lengths = concatenate([target for _, target in samples])
         shifted = target.roll(1)
         shifted[target_lengths.cumsum(dim=0) - target_lengths] = self.tokenizer.bos
         return Batch(

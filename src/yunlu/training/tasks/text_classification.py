@@ -17,7 +17,7 @@ from yunlu.training.data.text import (
     check_vocabulary,
     encode,
     fit_length,
-    lay_end_to_end,
+    concatenate,
     pad,
     save_tokenizer,
     texts_of,
@@ -151,7 +151,7 @@ class TextClassification(SingleLabelTask):
 
     def pack(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
         """Pack texts; a Hugging Face model gets them padded, with their lengths."""
-        ids, lengths = lay_end_to_end([ids for ids, _ in samples])
+        ids, lengths = concatenate([ids for ids, _ in samples])
         padded = self.collate(samples)
         if isinstance(padded.inputs, dict):
             inputs = {**padded.inputs, "lengths": lengths}

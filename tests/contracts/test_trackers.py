@@ -48,7 +48,7 @@ class TestTensorBoard(TrackerContract):
     @pytest.mark.parametrize(
         ("second", "kept"), [(range(5, 7), [1, 2, 3, 4, 5, 6]), (range(1, 3), [1, 2])]
     )
-    def test_steps_of_a_crashed_life_that_the_next_did_not_reach_are_gone(
+    def test_steps_of_a_crashed_attempt_that_the_next_did_not_reach_are_gone(
         self, tmp_path: Path, second: range, kept: list[int]
     ) -> None:
         run = open_run(tmp_path)
@@ -125,7 +125,7 @@ class TestWandb(TrackerContract):
         return WandbTracker()
 
     def read_back(self, run: RunStore) -> Curves:
-        """From the transaction logs of every life, which must all belong to one W&B run."""
+        """From the transaction logs of every attempt, which must all belong to one W&B run."""
         wandb.teardown()  # as at the exit of a process: W&B's service has then written everything
         curves: Curves = {}
         logs = sorted(run.path.glob("trackers/wandb/offline-run-*/*.wandb"))

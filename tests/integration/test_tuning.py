@@ -272,7 +272,7 @@ def test_time_and_money_end_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
     assert view.spent_dollars == pytest.approx(view.spent_s / 2)  # two devices share the price
     assert view.spent_dollars >= 2.0
     view = optimize(Study(toy_job(deadline="2s", args={"step_s": 0.05}), name="late"))
-    assert (view.state, view.reason) == ("finished", "the time is over")
+    assert (view.state, view.reason) == ("finished", "the deadline has passed")
     assert not [facts for facts in view.trials if facts.state is TrialState.RUNNING]
 
 

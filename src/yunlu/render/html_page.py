@@ -80,7 +80,8 @@ def _environment() -> Environment:
         instant=_show_instant,
         plain=_show_plain,
     )
-    environment.globals.update(
+    functions: dict[str, Any] = environment.globals  # typed too narrowly by Jinja
+    functions.update(
         text=text,
         known_text=known_text,
         finding=show_finding,

@@ -110,7 +110,7 @@ def load_int8(model: nn.Module, path: Path) -> nn.Module:
 
 
 def fp8_problem(device: torch.device) -> str | None:
-    """Why this device cannot train with FP8 products; none where it can."""
+    """Why this device cannot train with FP8 products; None if it can."""
     if find_spec("torchao") is None:
         return (
             'fp8 needs the package torchao, which is not installed: pip install "yunlu[quantize]"'

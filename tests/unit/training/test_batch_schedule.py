@@ -79,7 +79,7 @@ def test_starting_late_gives_the_same_steps(order: RunOrder, start: int) -> None
     assert [step.tolist() for step in whole] == [step.tolist() for step in late]
 
 
-def test_an_order_by_length_turns_with_an_epoch_only() -> None:
+def test_an_order_by_length_changes_only_between_epochs() -> None:
     def make(batch: int) -> BucketOrder:
         return BucketOrder(samples=20, batch=batch, seed=1, lengths=np.arange(20))
 
@@ -105,7 +105,7 @@ def make_schedule(
     return BatchSchedule(job, plan, None, samples=samples)
 
 
-def test_without_a_turn_the_run_is_the_plan() -> None:
+def test_without_a_change_the_run_is_the_plan() -> None:
     schedule = make_schedule(schedule="linear")
     assert schedule.steps == 1000
     assert [schedule.position(step) for step in (0, 17, 999)] == [0, 17, 999]
@@ -150,7 +150,7 @@ def test_the_batch_follows_the_workers_as_far_as_noise_allows(
         assert change.gain == pytest.approx(change.batch / 32 * efficiency(noise, change.batch, 32))
 
 
-def test_what_is_asked_for_counts_within_the_limits() -> None:
+def test_a_requested_batch_is_limited() -> None:
     schedule = make_schedule(adapt_batch={"min": 16, "max": 100})
     for asked, batch in ((64, 64), (7, 16), (1000, 100)):
         change = schedule.plan_change(40, noise=50.0, replicas=1, requested=asked)
@@ -162,7 +162,7 @@ def test_what_is_asked_for_counts_within_the_limits() -> None:
     )
 
 
-def test_small_changes_are_not_worth_a_turn() -> None:
+def test_small_differences_do_not_change_the_batch() -> None:
     schedule = make_schedule()
     first = schedule.plan_change(40, noise=60.0, replicas=4)
     assert first is not None
@@ -194,7 +194,7 @@ def test_the_rate_follows_the_batch_as_the_job_says(train: dict[str, Any], facto
     assert change.rate == pytest.approx(factor)
 
 
-def test_a_course_goes_on_from_what_it_was() -> None:
+def test_a_schedule_is_restored_from_its_state() -> None:
     schedule = make_schedule()
     schedule.apply(BatchChange(step=40, batch=100, gain=2.0, rate=1.5))
     schedule.apply(BatchChange(step=40, batch=64, gain=1.5, rate=1.2))
@@ -208,7 +208,7 @@ def test_a_course_goes_on_from_what_it_was() -> None:
     assert [step.tolist() for step in mine] == [step.tolist() for step in theirs]
 
 
-def test_samples_sorted_by_length_turn_with_an_epoch() -> None:
+def test_samples_sorted_by_length_change_between_epochs() -> None:
     train = {"steps": 100, "batch": 10, "adapt_batch": 20}
     job = Job.model_validate({"task": "t", "model": "m", "data": "d", "train": train})
     plan = make_schedule(steps=100, batch=10, adapt_batch=20)._plan  # pyright: ignore[reportPrivateUsage]
@@ -247,7 +247,7 @@ def read(run: RunStore, key: str) -> dict[int, float]:
     return {record["step"]: record[key] for record, _ in run.read_metrics()}
 
 
-def turns_of(run: RunStore) -> list[dict[str, Any]]:
+def changes_of(run: RunStore) -> list[dict[str, Any]]:
     return [event for event, _ in run.read_events() if isinstance(event, BatchChanged)]
 
 
@@ -258,13 +258,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as_much(
+def test_a_run_changes_to_the_requested_batch_and_ends_at_the_planned_progress(
     make_run: MakeRun,
 ) -> None:
     run = make_run(**SETTINGS)
     (run.path / Document.TARGET_BATCH).write_text("87")
     assert live(run.path, task=Crashing(run, -1)) is RunState.FINISHED
-    first, *_ = turns = turns_of(run)
+    first, *_ = turns = changes_of(run)
     assert (first.step, first.batch, first.rate) == (41, 87, 3.0)
     assert {change.batch for change in turns} == {87}
     sizes, samples = read(run, "items"), read(run, "samples")
@@ -280,7 +280,7 @@ def test_a_run_turns_to_the_batch_it_is_asked_for_and_ends_when_it_has_learnt_as
 
 
 @pytest.mark.parametrize("at", [41, 43, 60])
-def test_a_crash_around_a_turn_changes_nothing(make_run: MakeRun, at: int) -> None:
+def test_a_crash_around_a_change_has_no_effect(make_run: MakeRun, at: int) -> None:
     whole, broken = make_run(**SETTINGS), make_run(**SETTINGS)
     for run in (whole, broken):
         (run.path / Document.TARGET_BATCH).write_text("87")

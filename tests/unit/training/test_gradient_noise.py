@@ -92,7 +92,7 @@ def test_batches_of_different_size_give_the_same_answer() -> None:
     assert 1 / 1.5 < measure("adam", lr=1e-3, steps=600, batches=(16, 128)) < 1.5
 
 
-def test_a_few_places_tell_of_the_whole_gradient() -> None:
+def test_sampled_positions_estimate_the_full_gradient() -> None:
     size, batch = 5 * NUMBERS, 10
     weights = [torch.zeros(size, requires_grad=True), torch.zeros(3, 7, requires_grad=True)]
     signals = [torch.linspace(-1, 1, size), torch.ones(3, 7)]

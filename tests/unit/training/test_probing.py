@@ -179,7 +179,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_quick_look_is_taken_once_and_kept(
+def test_a_quick_profile_is_measured_once_and_stored(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = probe_machine()
@@ -217,10 +217,10 @@ def test_a_second_worker_that_dies_costs_the_link_alone(monkeypatch: pytest.Monk
     assert measure._start_and_link() == {}
 
 
-def test_counting_that_fails_costs_what_is_foretold_and_not_the_run(
+def test_failed_counting_costs_the_prediction_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Meter:
+    class Timer:
         def switch(self, _: object) -> None:
             pass
 
@@ -230,9 +230,9 @@ def test_counting_that_fails_costs_what_is_foretold_and_not_the_run(
 
         monkeypatch.setattr(operator_counts, "count_step", count)
         nothing: Any = None
-        meter: Any = Meter()
+        timer: Any = Timer()
         settings = planned_profile().settings
-        return profile._count(nothing, nothing, meter, settings, sample_s=1.0)
+        return profile._count(nothing, nothing, timer, settings, sample_s=1.0)
 
     for error in (ValueError("no"), KeyError("k"), AttributeError("a"), AssertionError()):
         assert fail_with(error) is None
@@ -240,7 +240,7 @@ def test_counting_that_fails_costs_what_is_foretold_and_not_the_run(
         fail_with(MemoryError())
 
 
-def test_a_run_on_a_machine_never_probed_notes_start_up_after_the_look(
+def test_a_run_on_a_new_machine_records_start_up_after_probing(
     own_cache: Path, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []

@@ -197,7 +197,7 @@ def plan_of(**parts: int) -> Any:
     checkpoint_every=st.integers(1, 60),
     accumulation=st.integers(1, 40),
 )
-def test_the_window_lies_within_the_life_and_avoids_pauses_where_it_can(
+def test_the_window_lies_within_the_attempt_and_avoids_pauses_where_it_can(
     steps: int, done: int, evaluate_every: int, checkpoint_every: int, accumulation: int
 ) -> None:
     pauses = [each for each in (evaluate_every, checkpoint_every) if each]

@@ -143,7 +143,7 @@ def test_memory_too_short_for_one_sample_ends_the_run_with_advice(make_run: Make
     assert "Memory ran out" in error.message
 
 
-def test_the_batch_grows_at_the_turn_of_an_epoch(make_run: MakeRun) -> None:
+def test_the_batch_grows_at_the_end_of_an_epoch(make_run: MakeRun) -> None:
     run = make_run(epochs=3, batch=50, grow_batch={"every": 1, "limit": 120})
     assert live(run.path, task=ObjectTask(model=network(), data=points())) is RunState.FINISHED
     items = [record["items"] for record, _ in run.read_metrics()]

@@ -192,7 +192,7 @@ def test_when_nothing_may_begin_the_best_held_one_is_finished() -> None:
     running = [held[0], trial(1, [1.0], TrialState.RUNNING, until=3), held[2]]
     assert method.choose(snapshot(*running, trials_left=0)) == WaitForResults()
     assert method.choose(snapshot(*running, trials_left=1, seconds_left=0.0)) == EndStudy(
-        "the time is over"
+        "the deadline has passed"
     )
 
 

@@ -40,7 +40,7 @@ from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from yunlu.render.i18n.texts import BilingualText
@@ -202,7 +202,7 @@ def _failures(view: StudyView) -> list[tuple[str, str, int]]:
 
 def _space(ranks: TrialRanks, importance: Importance | None) -> dict[str, Any]:
     """The figures of the search space, the most important dimension first."""
-    shares = importance.shares if importance else {}
+    shares: Mapping[str, float] = importance.shares if importance else {}
     order = sorted(ranks.view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
     title = text("study.pair.title" if importance else "study.pair.first")
     slices = [slice_figure(ranks, dimension) for dimension in order[:_MOST_SLICES]]

@@ -195,7 +195,7 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
         assert back[name].dtype == tensor.dtype
 
 
-def test_any_box_of_a_tensor_can_be_read(tmp_path: Path) -> None:
+def test_any_region_of_a_tensor_can_be_read(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 6 * 5).view(4, 6, 5)
     reader = read(write(tmp_path, Snapshot(step=1, tensors={"model": {"w": tensor}}, state={})))
     assert torch.equal(reader.read("model/w", TensorSlice((1, 2, 0), (2, 3, 5))), tensor[1:3, 2:5])

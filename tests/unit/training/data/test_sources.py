@@ -141,7 +141,7 @@ def test_a_remote_file_and_folder_read_like_local_ones(tmp_path: Path) -> None:
     assert "a.csv" in str(raised.value.hint)
 
 
-def test_a_made_path_is_read_like_any_other(
+def test_a_generated_path_is_read_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_numbers(tmp_path / "a.csv", 20)
@@ -149,7 +149,7 @@ def test_a_made_path_is_read_like_any_other(
     assert list(load("synthetic:numbers").train["x"]) == list(load(path).train["x"])
 
 
-def test_an_unknown_made_set_suggests_the_nearest() -> None:
+def test_an_unknown_synthetic_set_suggests_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean 'films'"):
         load("synthetic:film")
 
@@ -162,7 +162,7 @@ def test_a_registered_maker_is_found_by_name() -> None:
         del GENERATORS["tens"]
 
 
-def test_made_films_are_the_same_each_time_whatever_the_seed_of_the_job() -> None:
+def test_synthetic_films_do_not_depend_on_the_seed_of_the_job() -> None:
     first, second = load("synthetic:films"), load("synthetic:films", seed=5)
     assert first.fingerprint == second.fingerprint
     assert set(first.train.columns) == {"user", "item", "rating"}

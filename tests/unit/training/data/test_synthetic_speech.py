@@ -115,7 +115,7 @@ def test_every_voice_sounds_different(tmp_path: Path) -> None:
 
 @pytest.mark.speech
 @needs_espeak
-def test_two_makers_at_once_leave_one_whole_copy(cache: Path) -> None:
+def test_two_concurrent_generators_leave_one_complete_copy(cache: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         made = [
             pool.submit(make_folder, "few", FEW, seed=0, with_transcripts=False) for _ in range(2)

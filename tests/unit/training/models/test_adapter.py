@@ -129,7 +129,7 @@ def test_only_the_adapter_and_the_head_are_trained() -> None:
             assert weight.abs().max() > 0
 
 
-def test_a_layer_with_new_weights_is_trained_whole() -> None:
+def test_a_layer_with_new_weights_is_fully_trained() -> None:
     model = classifier()
     add_adapter(model, AdapterSpec(rank=2), new=["layers.1.feed.up.weight"])
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}

@@ -62,7 +62,7 @@ def test_without_weights_only_the_configuration_counts(bert: Path) -> None:
     assert model.classifier.weight.shape == (2, 32)
 
 
-def test_a_head_for_other_labels_is_made_afresh_and_the_rest_kept(bert: Path) -> None:
+def test_a_head_for_other_labels_is_new_and_the_rest_is_loaded(bert: Path) -> None:
     stored = load_file(bert / "model.safetensors")
     model: Any = load(bert, labels=5)
     assert model.classifier.weight.shape == (5, 16)

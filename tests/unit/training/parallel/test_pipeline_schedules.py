@@ -98,7 +98,7 @@ def test_one_forward_one_backward_keeps_few_micro_batches(ranks: int, micros: in
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6))
-def test_whole_groups_have_the_bubble_of_the_paper(ranks: int, chunks: int, groups: int) -> None:
+def test_full_groups_have_the_bubble_of_the_paper(ranks: int, chunks: int, groups: int) -> None:
     micros = groups * ranks
     beats = _beats(_orders("interleaved", ranks, chunks, micros), ranks * chunks)
     assert beats == 2 * micros * chunks + 2 * (ranks - 1)

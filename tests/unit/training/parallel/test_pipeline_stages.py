@@ -252,7 +252,9 @@ class _Twice(nn.Module):
         (_Twice(), "one weight in different layers"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, reason: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused_with_a_reason(
+    model: nn.Module, reason: str
+) -> None:
     assert reason in (why_not_split(model, 4) or "")
     with pytest.raises(ModelError, match=reason):
         split(model, 4)

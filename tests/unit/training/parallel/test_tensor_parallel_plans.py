@@ -1,4 +1,4 @@
-"""Which models can be cut, and the words of a refusal."""
+"""Which models can be sharded, and the reasons of a refusal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _llama(**changes: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
 
 
-def test_our_transformers_can_be_cut_by_their_heads() -> None:
+def test_built_in_transformers_are_sharded_by_their_heads() -> None:
     for model in (
         _language(),
         TransformerClassifier(vocabulary=12, classes=2, **SIZES),
@@ -52,7 +52,7 @@ def test_our_transformers_can_be_cut_by_their_heads() -> None:
         assert why_not_tensor(model, 4) == "6 heads cannot be divided among 4 workers"
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+def test_a_vocabulary_that_does_not_divide_is_replicated() -> None:
     model = _language(vocabulary=13, tied=False)
     styles = find_styles(model, 2)
     assert "embedding.token" not in styles
@@ -68,12 +68,12 @@ def test_the_head_is_the_layer_that_makes_the_scores(tied: bool, head: str) -> N
     assert why_not_vocabulary(model, 2) is None
 
 
-def test_a_classifier_has_no_vocabulary_to_cut() -> None:
+def test_a_classifier_has_no_vocabulary_to_shard() -> None:
     model = TransformerClassifier(vocabulary=12, classes=2, **SIZES)
     assert why_not_vocabulary(model, 2) is not None
 
 
-def test_layers_of_a_perceptron_are_cut_in_pairs_that_divide() -> None:
+def test_layers_of_an_mlp_are_sharded_in_pairs_that_divide() -> None:
     model = MLP(inputs=3, outputs=2, hidden=[5, 8, 4])
     assert find_styles(model, 4) == {"layers.3": "colwise", "layers.6": "rowwise"}
     assert find_styles(model, 5) == {"layers.0": "colwise", "layers.3": "rowwise"}
@@ -81,7 +81,7 @@ def test_layers_of_a_perceptron_are_cut_in_pairs_that_divide() -> None:
     assert "divides by 2" in (why_not_tensor(MLP(inputs=4, outputs=2, hidden=[]), 2) or "")
 
 
-def test_columns_under_batch_norm_are_not_cut() -> None:
+def test_columns_under_batch_norm_are_not_sharded() -> None:
     model = MLP(inputs=3, outputs=2, hidden=[8], batch_norm=True)
     assert why_not_tensor(model, 2) is not None
 
@@ -92,7 +92,7 @@ def test_a_model_without_a_plan_is_refused_by_name() -> None:
         find_styles(nn.Sequential(nn.Linear(2, 2)), 2)
 
 
-def test_layers_that_others_replaced_are_not_cut() -> None:
+def test_replaced_layers_are_not_sharded() -> None:
     class Other(nn.Linear):
         pass
 
@@ -127,14 +127,14 @@ def test_a_width_that_does_not_divide_is_named() -> None:
     assert "mlp.gate_proj has a width of 33" in reason
 
 
-def test_what_is_tied_is_cut_together_or_not_at_all() -> None:
+def test_tied_weights_are_sharded_together_or_not_at_all() -> None:
     model = _llama(tie_word_embeddings=True, vocab_size=25)
     styles = find_styles(model, 2)
     assert "model.embed_tokens" not in styles
     assert "lm_head" not in styles
 
 
-def test_the_sequence_is_only_cut_in_our_transformers() -> None:
+def test_sequence_parallelism_needs_a_built_in_transformer() -> None:
     assert "sequence" in (why_not_tensor(_llama(), 2, sequence=True) or "")
 
 
@@ -159,7 +159,7 @@ def test_a_plan_that_names_the_head_alone_is_refused() -> None:
     )
 
 
-def test_models_without_a_plan_and_unknown_ways_to_cut_are_refused() -> None:
+def test_models_without_a_plan_and_unknown_styles_are_refused() -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     )

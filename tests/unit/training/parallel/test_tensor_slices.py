@@ -62,7 +62,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
 
 
 @given(st.data())
-def test_what_is_taken_away_and_what_is_left_are_the_whole(data: st.DataObject) -> None:
+def test_intersection_and_difference_are_the_full_slice(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     count = torch.zeros(shape, dtype=torch.int64)
@@ -75,7 +75,7 @@ def test_what_is_taken_away_and_what_is_left_are_the_whole(data: st.DataObject) 
 
 
 @given(st.data())
-def test_a_cut_covers_everything(data: st.DataObject) -> None:
+def test_a_partition_covers_everything(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     regions = data.draw(layouts(shape))
     assert missing_elements(full_slice(shape), regions) == []
@@ -254,7 +254,7 @@ def train(model: nn.Module, optimizer, steps: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_goes_on_from_its_pieces_as_if_nothing_had_been(name: str) -> None:
+def test_an_optimiser_is_restored_from_its_shards(name: str) -> None:
     torch.manual_seed(1)
     model, copy = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer, fresh = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](copy.parameters())
@@ -268,7 +268,7 @@ def test_an_optimiser_goes_on_from_its_pieces_as_if_nothing_had_been(name: str) 
     assert torch.equal(model.bias, copy.bias)
 
 
-def test_state_that_cannot_be_cut_is_refused() -> None:
+def test_state_that_cannot_be_sharded_is_refused() -> None:
     leaf = torch.zeros(4, 4)
     optimizer = torch.optim.SGD([leaf], lr=0.1)
     optimizer.state[leaf]["absmax1"] = torch.zeros(7)

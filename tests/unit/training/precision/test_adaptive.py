@@ -54,7 +54,7 @@ def line(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
-def test_looks_grow_rare_while_nothing_happens_and_leave_no_hooks() -> None:
+def test_probes_become_rare_while_nothing_happens_and_leave_no_hooks() -> None:
     inputs = torch.randn(4, 3)
     run = Run(line(3, 3), lambda model: model(inputs).float().square().mean())
     assert run.take(400) == []
@@ -194,7 +194,7 @@ def test_an_overflow_that_was_not_foreseen_is_met_within_a_few_steps() -> None:
     assert run.precision.skips <= 3
 
 
-def test_an_evaluation_between_two_steps_is_not_looked_at() -> None:
+def test_an_evaluation_between_two_steps_is_not_probed() -> None:
     inputs = torch.ones(2, 4)
     run = Run(line(4, 4), lambda model: model(inputs).float().mean())
     with torch.no_grad(), run.precision.forward():
@@ -204,7 +204,7 @@ def test_an_evaluation_between_two_steps_is_not_looked_at() -> None:
     run.take(1)
 
 
-def test_a_spike_of_the_loss_is_looked_at_and_a_torn_module_moved() -> None:
+def test_a_loss_spike_is_probed_and_a_damaged_module_moved() -> None:
     """In BF16, whose range holds everything, this is what there is to go by."""
     inputs, factor = torch.ones(2, 4), [1.0]
     run = Run(
@@ -228,7 +228,7 @@ def test_losses_that_wander_are_no_spikes() -> None:
     assert other.add(60.0)
 
 
-def test_a_look_changes_nothing_in_what_the_model_computes() -> None:
+def test_a_probe_does_not_change_what_the_model_computes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(line(8, 8), nn.ReLU(inplace=True), Masked()).eval()
     inputs = torch.randn(2, 3, 8)
@@ -263,7 +263,7 @@ class Net(nn.Module):
         return self.layers(x * 1e5) / 1e5
 
 
-def test_a_compiled_model_is_looked_at_and_moved() -> None:
+def test_a_compiled_model_is_probed_and_moved() -> None:
     inputs, model = torch.ones(2, 4), Net()
     compiled = CompileCounter()
     model.compile(backend=compiled, fullgraph=True)

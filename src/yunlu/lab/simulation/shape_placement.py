@@ -19,11 +19,11 @@ def place_shapes(
 ) -> dict[str, Placement]:
     """Where each job is, whose shape is not None. The shapes fit their kinds by number."""
     placements: dict[str, Placement] = {}
-    for at, kind in enumerate(shapes.kinds):
-        own = {node.name for node in kind.nodes}
+    for index, group in enumerate(shapes.groups):
+        own = {node.name for node in group.nodes}
         wants: list[PlacementRequest] = []
         for job, pick in zip(jobs, picks, strict=True):
-            if pick is None or shapes.kind[pick] != at:
+            if pick is None or shapes.group[pick] != index:
                 continue
             devices, nodes = int(shapes.devices[pick]), int(shapes.nodes[pick])
             is_same = job.held.devices == devices and job.held.nodes == nodes
@@ -37,5 +37,5 @@ def place_shapes(
                     is_pinned=job.is_pinned and is_same and is_here,
                 )
             )
-        placements.update(place(kind.nodes, wants).placements)
+        placements.update(place(group.nodes, wants).placements)
     return placements

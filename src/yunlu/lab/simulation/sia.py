@@ -42,20 +42,19 @@ class Sia:
 
     def decide(self, state: PoolState) -> Decision:
         """Who holds what from now on."""
-        kinds = group_nodes(state.nodes)
-        if not kinds or not state.jobs:
+        groups = group_nodes(state.nodes)
+        if not groups or not state.jobs:
             return Decision(placements={})
         fixed = {job.min_devices for job in state.jobs if job.min_devices == job.max_devices}
-        shapes = lay_out_groups(kinds, fixed)
-        kind_of = {node.name: at for at, kind in enumerate(kinds) for node in kind.nodes}
-        held = [shapes.find(job.held, kind_of) for job in state.jobs]
+        shapes = lay_out_groups(groups, fixed)
+        held = [shapes.find_packed(job.held) for job in state.jobs]
         cost = self._cost(state, shapes, held)
         picks = _solve(cost, shapes, held, [job.is_pinned for job in state.jobs])
         return Decision(placements=place_shapes(state.jobs, picks, shapes))
 
     def _cost(self, state: PoolState, shapes: ShapeTable, held: Sequence[int | None]) -> Floats:
         """Of each shape to each job, less that of waiting; ``inf`` where it cannot run."""
-        types = [shapes.kinds[kind].type for kind in shapes.kind]
+        types = [shapes.groups[group].type for group in shapes.group]
         goodput = tabulate_goodputs(
             state.jobs, types, shapes.nodes.tolist(), shapes.devices.tolist()
         )
@@ -66,7 +65,7 @@ class Sia:
             if not valid.any():
                 continue
             least = int(np.argmin(np.where(valid, goodput[row], np.inf)))
-            unit = int(shapes.devices[valid & (shapes.kind == shapes.kind[least])].min())
+            unit = int(shapes.devices[valid & (shapes.group == shapes.group[least])].min())
             relative = goodput[row] * unit / goodput[row, least]
             at = held[row]
             if at is not None:
@@ -109,13 +108,13 @@ def _solve(
         (
             np.concatenate([np.ones(count), shapes.devices[columns]]),
             (
-                np.concatenate([jobs, len(cost) + shapes.kind[columns]]),
+                np.concatenate([jobs, len(cost) + shapes.group[columns]]),
                 np.concatenate([each, each]),
             ),
         ),
-        shape=(len(cost) + len(shapes.kinds), count),
+        shape=(len(cost) + len(shapes.groups), count),
     )
-    limits: Any = np.concatenate([np.ones(len(cost)), [kind.devices for kind in shapes.kinds]])
+    limits: Any = np.concatenate([np.ones(len(cost)), [group.devices for group in shapes.groups]])
     must: Any = np.array([float(row in stays) for row in jobs])
     answer = milp(
         np.where(np.isfinite(cost[jobs, columns]), cost[jobs, columns], 0.0),

@@ -1,4 +1,4 @@
-"""What a decision comes to for each job: when it starts, how much faster it will be, and why. Pure."""
+"""Consequences of a decision for each job: start, speedup, reason. Pure."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionDetails:
-    """A decision before it is put into words; arrays have a row for each job."""
+    """A decision before it is explained; arrays have a row for each job."""
 
     now: float
     jobs: tuple[Demand, ...]
     placed: PlacedJobs
     nodes: frozenset[str]
-    """Names of the machines that are there."""
+    """Names of the nodes in the pool."""
     capacity: int
     """Devices of the whole pool."""
-    least: Ints
-    """The fewest devices each job can run on; 0 is none at all."""
+    min_devices: Ints
+    """Fewest devices each job can run on; 0 if it cannot run."""
     left_s: Floats
-    """How long each job would still run with what it was given."""
-    allowances: Mapping[str, TeamQuota]
+    """Seconds each job would still run with what it was given."""
+    quotas: Mapping[str, TeamQuota]
 
 
 def take_columns(table: Floats, columns: Ints, *, idle: float) -> Floats:
@@ -51,71 +51,71 @@ def take_columns(table: Floats, columns: Ints, *, idle: float) -> Floats:
 
 
 def compute_speedup(goodputs: Floats, before: int, after: int) -> float:
-    """How many times faster a job will be, by the columns it had and gets; 1 where nothing changes."""
+    """Speedup from one column to another; 1 where nothing changes."""
     if before in (IDLE, after) or after == IDLE:
         return 1.0
     return float(goodputs[after] / goodputs[before]) if goodputs[before] > 0 else 1.0
 
 
-def predict_starts(account: DecisionDetails) -> dict[str, float]:
-    """When jobs that wait would find enough devices, as those that run come to their ends."""
-    placements, least, now = account.placed.placements, account.least, account.now
+def predict_starts(details: DecisionDetails) -> dict[str, float]:
+    """When waiting jobs will find enough devices, as running jobs end."""
+    placements, min_devices, now = details.placed.placements, details.min_devices, details.now
     waiting = [
         (row, job)
-        for row, job in enumerate(account.jobs)
-        if not placements.get(job.id) and least[row] > 0
+        for row, job in enumerate(details.jobs)
+        if not placements.get(job.id) and min_devices[row] > 0
     ]
     if not waiting:
         return {}
-    frees = sorted(
-        (now + float(account.left_s[row]), placements[job.id].devices)
-        for row, job in enumerate(account.jobs)
+    ends = sorted(
+        (now + float(details.left_s[row]), placements[job.id].devices)
+        for row, job in enumerate(details.jobs)
         if placements.get(job.id)
     )
-    room, at, step = account.capacity - sum(count for _, count in frees), now, 0
-    found: dict[str, float] = {}
-    for row, job in sorted(waiting, key=lambda one: (-one[1].priority, one[1].submitted_at)):
-        while room < least[row] and step < len(frees):
-            at, count = frees[step]
-            room, step = room + count, step + 1
-        if room < least[row]:
+    free, at, index = details.capacity - sum(count for _, count in ends), now, 0
+    starts: dict[str, float] = {}
+    for row, job in sorted(waiting, key=lambda entry: (-entry[1].priority, entry[1].submitted_at)):
+        while free < min_devices[row] and index < len(ends):
+            at, count = ends[index]
+            free, index = free + count, index + 1
+        if free < min_devices[row]:
             break
-        room -= int(least[row])
-        found[job.id] = at
-    return found
+        free -= int(min_devices[row])
+        starts[job.id] = at
+    return starts
 
 
 def build_reasons(
-    account: DecisionDetails, starts: Mapping[str, float], speedup: Callable[[int], float]
+    details: DecisionDetails, starts: Mapping[str, float], speedup: Callable[[int], float]
 ) -> LazyReasons:
-    """Why each job gets what it gets; ``speedup`` is given the number of a job."""
-    placed, holds = account.placed, Counter[str]()
-    for job in account.jobs:
-        holds[job.team] += placed.placements.get(job.id, NOTHING).devices
-    free = account.capacity - sum(holds.values())
+    """Why each job gets what it gets; ``speedup`` takes the row of a job."""
+    placed, team_devices = details.placed, Counter[str]()
+    for job in details.jobs:
+        team_devices[job.team] += placed.placements.get(job.id, NOTHING).devices
+    free = details.capacity - sum(team_devices.values())
 
-    def tell(row: int) -> Reason:
-        job, left_s = account.jobs[row], float(account.left_s[row])
-        gets = placed.placements.get(job.id, NOTHING)
-        end_at = account.now + left_s + (job.restart_s if gets != job.held else 0.0)
-        is_due = job.deadline_at is not None and job.remaining is not None
+    def explain(row: int) -> Reason:
+        job, left_s = details.jobs[row], float(details.left_s[row])
+        given = placed.placements.get(job.id, NOTHING)
+        end_at = details.now + left_s + (job.restart_s if given != job.held else 0.0)
+        has_deadline = job.deadline_at is not None and job.remaining is not None
         return explain_job(
             ExplainedJob(
                 job=job,
-                gets=gets,
+                given=given,
                 speedup=speedup(row),
                 left_s=left_s,
-                least=int(account.least[row]),
+                min_devices=int(details.min_devices[row]),
                 is_moved=job.id in placed.moved,
-                is_bereft=any(name not in account.nodes for name, _ in job.held.shares),
+                has_lost_node=any(name not in details.nodes for name, _ in job.held.shares),
                 is_unplaced=job.id in placed.unplaced,
-                misses_deadline=is_due and not end_at <= (job.deadline_at or 0.0),
+                misses_deadline=has_deadline and not end_at <= (job.deadline_at or 0.0),
                 free=free,
-                capacity=account.capacity,
-                allowance=account.allowances.get(job.team),
-                team_holds=holds[job.team],
+                capacity=details.capacity,
+                quota=details.quotas.get(job.team),
+                team_devices=team_devices[job.team],
                 starts_at=starts.get(job.id),
             )
         )
 
-    return LazyReasons([job.id for job in account.jobs], tell)
+    return LazyReasons([job.id for job in details.jobs], explain)

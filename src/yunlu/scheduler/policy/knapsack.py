@@ -47,8 +47,8 @@ class TeamLimits:
     """Jobs that share limits: at least and at most so many devices together."""
 
     rows: Ints
-    least: int
-    most: int
+    min_devices: int
+    max_devices: int
 
 
 def solve_knapsack(
@@ -82,11 +82,11 @@ def solve_with_teams(
     for group, (best, _) in zip(groups, parts, strict=True):
         usable = int(np.argmax(best >= best.max() - _ROUNDING))
         runs = int(np.argmax(np.isfinite(best)))  # those that must run need at least this
-        limits.append((min(group.least, usable), max(group.most, runs)))
+        limits.append((min(group.min_devices, usable), max(group.max_devices, runs)))
     total = np.zeros(capacity + 1)
     shares: list[Ints] = []
-    for (best, _), (least, most) in zip(parts, limits, strict=True):
-        total, share = _join(total, best, min(least, most), most, capacity)
+    for (best, _), (min_devices, max_devices) in zip(parts, limits, strict=True):
+        total, share = _join(total, best, min(min_devices, max_devices), max_devices, capacity)
         shares.append(share)
     used = int(np.argmax(total))
     price = _marginal(total, capacity)
@@ -138,18 +138,18 @@ def _marginal(best: Floats, capacity: int) -> float:
     return float(max(best[capacity] - best[capacity - reach], 0.0) / reach)
 
 
-def _join(total: Floats, best: Floats, least: int, most: int, capacity: int) -> tuple[Floats, Ints]:
+def _join(total: Floats, best: Floats, min_devices: int, max_devices: int, capacity: int) -> tuple[Floats, Ints]:
     """Give one more group its share, between its limits; what is left over goes to later ones."""
     joined = np.full(capacity + 1, -np.inf)
     share = np.zeros(capacity + 1, dtype=np.int64)
-    for own in range(least, min(most, capacity) + 1):
+    for own in range(min_devices, min(max_devices, capacity) + 1):
         sums = np.full(capacity + 1, -np.inf)
         sums[own:] = total[: capacity + 1 - own] + best[own]
         better = sums > joined + _ROUNDING
         joined = np.where(better, sums, joined)
         share[better] = own
     if not np.isfinite(joined).any():  # its least does not fit: whatever does
-        return _join(total, best, 0, most, capacity) if least else (total, share)
+        return _join(total, best, 0, max_devices, capacity) if min_devices else (total, share)
     return joined, share
 
 

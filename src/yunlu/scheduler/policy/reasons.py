@@ -1,4 +1,4 @@
-"""Why a job gets what it gets, in a word for machines and a sentence for people."""
+"""Why a job gets what it gets: a code for machines and a sentence for people."""
 
 from __future__ import annotations
 
@@ -16,62 +16,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedJob:
-    """What was decided about one job."""
+    """A job and what was decided about it."""
 
     job: Demand
-    gets: Placement
+    given: Placement
     speedup: float
-    """How many times faster than before it will be; 1 where nothing changes."""
+    """Speed with what it is given relative to before; 1 where nothing changes."""
     left_s: float
-    least: int
-    """The fewest devices it can run on here; 0 is none at all."""
+    min_devices: int
+    """Fewest devices it can run on in this pool; 0 if it cannot run."""
     is_moved: bool
-    """As many devices as before, but elsewhere, to make room."""
-    is_bereft: bool
-    """A machine that it was on is gone."""
+    """As many devices as before, but on other nodes, to make room."""
+    has_lost_node: bool
+    """A node it ran on is gone."""
     is_unplaced: bool
     misses_deadline: bool
     free: int
-    """Devices that nobody holds after the decision."""
+    """Devices that no job holds after the decision."""
     capacity: int
-    allowance: TeamQuota | None
-    team_holds: int
+    quota: TeamQuota | None
+    team_devices: int
+    """Devices that all jobs of its team hold after the decision."""
     starts_at: float | None
     """When it will probably start, if it waits."""
 
 
 class LazyReasons(Mapping[str, Reason]):
-    """Reasons that are put into words when somebody asks: most rounds nobody does."""
+    """Reasons that are written when somebody reads them: in most rounds nobody does."""
 
-    def __init__(self, jobs: Sequence[str], tell: Callable[[int], Reason]) -> None:
-        """``tell`` is given the number of a job."""
+    def __init__(self, jobs: Sequence[str], explain: Callable[[int], Reason]) -> None:
+        """``explain`` takes the index of a job."""
         self._rows = {job: row for row, job in enumerate(jobs)}
-        self._tell = tell
+        self._explain = explain
 
     def __getitem__(self, job: str) -> Reason:
         """Why this job gets what it gets."""
-        return self._tell(self._rows[job])
+        return self._explain(self._rows[job])
 
     def __iter__(self) -> Iterator[str]:
         """Every job."""
         return iter(self._rows)
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of jobs."""
         return len(self._rows)
 
 
 def explain_job(case: ExplainedJob) -> Reason:
-    """The binding reason; what would unblock a job that waits is in its text."""
-    figures: dict[str, object] = {"devices": case.gets.devices, "held": case.job.held.devices}
-    if case.gets:
+    """The binding reason; the text of a waiting job says what would unblock it."""
+    figures: dict[str, object] = {"devices": case.given.devices, "held": case.job.held.devices}
+    if case.given:
         code, text = _explain_running(case)
         figures["left_s"] = case.left_s
         if case.speedup != 1.0:
             figures["speedup"] = case.speedup
     else:
         code, text = _explain_waiting(case)
-        figures["needs"] = case.least
+        figures["needs"] = case.min_devices
         if case.starts_at is not None:
             figures["starts_at"] = case.starts_at
     if case.misses_deadline:
@@ -81,59 +82,59 @@ def explain_job(case: ExplainedJob) -> Reason:
 
 
 def _explain_running(case: ExplainedJob) -> tuple[str, str]:
-    job, devices = case.job, case.gets.devices
+    job, devices = case.job, case.given.devices
     if job.is_pinned:
-        return "pinned", f"It keeps its {_count(devices)}: it is being moved, or asked to stay."
+        return "pinned", f"It keeps its {_count(devices)}: it is being moved, or it is pinned."
     if not job.held:
-        return "started", f"It starts on {_count(devices)}, the best use of them for the pool."
+        return "started", f"It starts on {_count(devices)}: no other job gains more from them."
     return _explain_change(case)
 
 
 def _explain_change(case: ExplainedJob) -> tuple[str, str]:
-    job, devices, had = case.job, case.gets.devices, case.job.held.devices
-    if case.is_bereft:
-        return "moved", f"It goes on with {_count(devices)}: a machine that it was on is gone."
-    if devices > had:
+    job, devices, held = case.job, case.given.devices, case.job.held.devices
+    if case.has_lost_node:
+        return "moved", f"It continues on {_count(devices)}: a node it ran on is gone."
+    if devices > held:
         return "grown", (
-            f"It grows from {had} to {_count(devices)}: {case.speedup:.2f} times as fast, "
-            "worth the restart."
+            f"It grows from {held} to {_count(devices)}: {case.speedup:.2f} times as fast, which "
+            "outweighs the restart."
         )
-    if devices < had:
+    if devices < held:
         return "shrunk", (
-            f"It shrinks from {had} to {_count(devices)}: others make more progress with the rest."
+            f"It shrinks from {held} to {_count(devices)}: other jobs gain more from the rest."
         )
-    if case.is_moved or case.gets != job.held:
+    if case.is_moved or case.given != job.held:
         return "moved", (
-            f"It keeps {_count(devices)} but moves, so that free devices lie together."
+            f"It keeps {_count(devices)} but moves to other nodes, so that free devices are together."
         )
-    return "kept", f"It keeps its {_count(devices)}: no change would be worth a restart."
+    return "kept", f"It keeps its {_count(devices)}: no change would outweigh a restart."
 
 
 def _explain_waiting(case: ExplainedJob) -> tuple[str, str]:
-    job, least = case.job, case.least
+    job, needed = case.job, case.min_devices
     if job.budget_dollars is not None and job.budget_dollars <= 0:
-        return "over_budget", "Its budget is spent. Raise it to go on."
-    if least <= 0 and job.min_devices > case.capacity:
+        return "over_budget", "Its budget is spent. Raise the budget to continue."
+    if needed <= 0 and job.min_devices > case.capacity:
         return "too_large", (
             f"It needs at least {_count(job.min_devices)}; the pool has {case.capacity}. "
             "Lower its minimum or add nodes."
         )
-    if least <= 0:
-        return "cannot_run", "No number of devices of this pool suits its limits and its batch."
-    one = case.allowance
-    if one is not None and case.team_holds + least > one.most:
+    if needed <= 0:
+        return "cannot_run", "No number of devices of this pool fits its limits and its batch size."
+    quota = case.quota
+    if quota is not None and case.team_devices + needed > quota.limit:
         return "over_quota", (
-            f"Its team holds {case.team_holds} of at most {_count(one.most)}. "
-            "It starts when a job of the team ends, or its quota is raised."
+            f"Its team holds {case.team_devices} of at most {_count(quota.limit)}. "
+            "It starts when a job of the team ends, or when the quota is raised."
         )
-    if case.is_unplaced or case.free >= least:
+    if case.is_unplaced or case.free >= needed:
         return "fragmented", (
-            f"{_count(case.free)} are free, but not where {least} could be used together."
+            f"{_count(case.free)} are free, but not on nodes where {needed} can be used together."
         )
-    stopped = "It was stopped and saved; " if job.held else ""
+    stopped = "It was stopped and saved: " if job.held else ""
     return ("stopped" if job.held else "waits_for_devices"), (
-        f"{stopped or 'It waits: '}jobs that are nearer to their end, or go before it, hold "
-        f"all {_count(case.capacity)}. It needs {least}."
+        f"{stopped or 'It waits: '}jobs with less work left, or with a higher claim, hold "
+        f"all {_count(case.capacity)}. It needs {needed}."
     )
 
 

@@ -35,14 +35,14 @@ class WorkHistory:
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     samples: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
 
-    def note(self, program: str, samples: float, took_s: float) -> None:
+    def record(self, program: str, samples: float, took_s: float) -> None:
         """A job has left the pool."""
         if took_s > 0:
             self.took_s.append(took_s)
         if program and samples > 0:
             self.samples.setdefault(program, deque(maxlen=_REMEMBERED)).append(samples)
 
-    def tell_samples_left(self, program: str, done: float) -> float | None:
+    def predict_samples_left(self, program: str, done: float) -> float | None:
         """Useful samples left by what the program took before; None if it is new."""
         known = self.samples.get(program)
         if not known:
@@ -50,7 +50,7 @@ class WorkHistory:
         longer = [took - done for took in known if took > done]
         return float(np.mean(longer)) if longer else _OVERTIME * done
 
-    def tell_left_s(self, attained_s: Floats) -> Floats:
+    def predict_left_s(self, attained_s: Floats) -> Floats:
         """Device-seconds left by what all jobs took, given what each has had."""
         weight = np.full(len(self.took_s), 1.0)
         imagined = max(_CONFIDENT - len(self.took_s), 1) / _CONFIDENT

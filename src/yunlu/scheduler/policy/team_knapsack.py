@@ -77,9 +77,9 @@ def _judge(
     under = np.zeros(len(groups), dtype=bool)
     for at, group in enumerate(groups):
         used = devices[group.rows].sum()
-        over[at] = used > group.most
-        if used < min(group.least, group.most):
-            left = min(group.least, group.most) - used
+        over[at] = used > group.max_devices
+        if used < min(group.min_devices, group.max_devices):
+            left = min(group.min_devices, group.max_devices) - used
             more = options.sizes[None, :] - devices[group.rows][:, None]
             wants = np.isfinite(worth[group.rows]) & (more > 0) & (more <= left)
             under[at] = bool(wants.any())
@@ -95,7 +95,7 @@ def _cut(
     sizes = np.append(options.sizes, 0.0)
     for group in groups:
         rows = group.rows
-        while sizes[picks[rows]].sum() > group.most:
+        while sizes[picks[rows]].sum() > group.max_devices:
             now = sizes[picks[rows]]
             same = options.kinds[picks[rows]][:, None] == np.append(options.kinds, IDLE)
             same[:, IDLE] = True

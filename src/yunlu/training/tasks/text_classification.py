@@ -15,9 +15,9 @@ from yunlu.training.data.sources import load_tables
 from yunlu.training.data.text import (
     TokenLists,
     check_vocabulary,
+    concatenate,
     encode,
     fit_length,
-    concatenate,
     pad,
     save_tokenizer,
     texts_of,

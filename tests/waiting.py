@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 """How long to wait for what takes seconds on an idle machine; below pytest's own limit for a test."""
 
 

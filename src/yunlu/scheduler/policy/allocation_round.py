@@ -224,9 +224,7 @@ class AllocationRound:
             if self.is_pinned[row]:
                 if here:
                     requests.append(
-                        PlacementRequest(
-                            id=job.id, devices=here.devices, held=here, is_pinned=True
-                        )
+                        PlacementRequest(id=job.id, devices=here.devices, held=here, is_pinned=True)
                     )
             elif pick != IDLE and self.shapes.group[pick] == group:
                 devices = int(self.shapes.devices[pick])

@@ -138,7 +138,9 @@ def _marginal(best: Floats, capacity: int) -> float:
     return float(max(best[capacity] - best[capacity - reach], 0.0) / reach)
 
 
-def _join(total: Floats, best: Floats, min_devices: int, max_devices: int, capacity: int) -> tuple[Floats, Ints]:
+def _join(
+    total: Floats, best: Floats, min_devices: int, max_devices: int, capacity: int
+) -> tuple[Floats, Ints]:
     """Give one more group its share, between its limits; what is left over goes to later ones."""
     joined = np.full(capacity + 1, -np.inf)
     share = np.zeros(capacity + 1, dtype=np.int64)

@@ -25,7 +25,7 @@ from tests.unit.scheduler.policy.states import (
 from yunlu.hardware.fleet import Node
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.fairness import FairnessRules
-from yunlu.scheduler.policy.sizes import find_sizes
+from yunlu.scheduler.policy.shapes import count_nodes, lay_out_pool
 from yunlu.scheduler.policy.urgency import PolicyParams
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
@@ -72,8 +72,8 @@ def test_no_team_holds_more_than_it_may(state: PoolState) -> None:
 def test_a_decision_is_not_undone_while_nothing_changes(state: PoolState, later_s: float) -> None:
     policy = Allocator()
     if later_s:  # patience, turns and deadlines that run out meanwhile are changes
-        manners = FairnessRules(patience_s=math.inf, turn_s=0.0)
-        policy = Allocator(AllocatorOptions(manners=manners))
+        fairness = FairnessRules(max_wait_s=math.inf, min_run_s=0.0)
+        policy = Allocator(AllocatorOptions(fairness=fairness))
         state = replace(state, jobs=tuple(replace(job, deadline_at=None) for job in state.jobs))
     decisions = [policy.decide(state)]
     while len(decisions) < 2 or decisions[-1].placements != decisions[-2].placements:
@@ -89,9 +89,9 @@ def is_packed(state: PoolState, decision: Decision) -> bool:
 
     Where the floor does not allow that, the next decision knows better and may change its mind.
     """
-    sizes = find_sizes(state.nodes, state.jobs)
+    node_sizes = lay_out_pool(state.nodes, state.jobs).groups[0].node_sizes
     given = [decision.placements.get(job.id) for job in state.jobs if not job.is_pinned]
-    return all(one.nodes <= sizes.nodes_for(one.devices) for one in given if one)
+    return all(one.nodes <= count_nodes(node_sizes, one.devices) for one in given if one)
 
 
 @given(states(most_jobs=6))
@@ -111,9 +111,9 @@ def test_a_job_alone_gets_all_it_can_use() -> None:
 
 def test_who_is_nearly_done_gets_more() -> None:
     state = make_state([make_job("short", work_s=600.0), make_job("long", work_s=1e6)])
-    gets = decide(state, taste=PolicyParams())
+    gets = decide(state, params=PolicyParams())
     assert gets["short"] > gets["long"] > 0
-    guarded = decide(state, taste=PolicyParams(guard=3.0))
+    guarded = decide(state, params=PolicyParams(longest_weight=3.0))
     assert guarded["long"] > gets["long"]
 
 
@@ -121,17 +121,19 @@ def test_the_end_of_all_counts_once_nobody_comes_any_more() -> None:
     jobs = [make_job("short", work_s=3e5), make_job("long", work_s=1e6)]
     at_once, later = (make_state(jobs, make_nodes(16), now=now) for now in (0.0, 1e5))
     plain, late = (
-        PolicyParams(company=1.0, late_company=1.0),
-        PolicyParams(company=1.0, late_company=9.0),
+        PolicyParams(expected_jobs=1.0, late_expected_jobs=1.0),
+        PolicyParams(expected_jobs=1.0, late_expected_jobs=9.0),
     )
-    assert decide(at_once, taste=plain) == decide(at_once, taste=late)
-    assert decide(later, taste=late)["long"] > decide(later, taste=plain)["long"]
+    assert decide(at_once, params=plain) == decide(at_once, params=late)
+    assert decide(later, params=late)["long"] > decide(later, params=plain)["long"]
 
 
 def test_where_many_are_the_longest_is_not_left_with_nothing() -> None:
     jobs = [make_job(f"short{each}", work_s=3e4) for each in range(4)]
     state = make_state([*jobs, make_job("long", work_s=1e6)])
-    alone, crowded = (decide(state, taste=PolicyParams(crowd=crowd)) for crowd in (0.0, 2.0))
+    alone, crowded = (
+        decide(state, params=PolicyParams(expected_jobs_per_job=crowd)) for crowd in (0.0, 2.0)
+    )
     assert crowded.get("long", 0) > alone.get("long", 0)
 
 
@@ -250,9 +252,9 @@ def test_money_decides_how_fast_it_may_be() -> None:
 def test_what_has_just_been_given_is_not_taken_back() -> None:
     held = make_job("a", work_s=1e6, held=on(("n0", 4)), held_since=950.0)
     jobs = [held, *(make_job(f"j{n}", work_s=50.0) for n in range(3))]
-    gets = decide(make_state(jobs, make_nodes(1)), manners=FairnessRules(turn_s=300.0))
+    gets = decide(make_state(jobs, make_nodes(1)), fairness=FairnessRules(min_run_s=300.0))
     assert "a" in gets
-    gets = decide(make_state(jobs, make_nodes(1)), manners=FairnessRules(dwell_s=100.0))
+    gets = decide(make_state(jobs, make_nodes(1)), fairness=FairnessRules(min_hold_s=100.0))
     assert gets == {"a": 4}
 
 
@@ -334,7 +336,7 @@ def test_every_job_starts_and_ends_however_many_short_ones_come(seed: int) -> No
         for number in range(24)
     ]
     patience_s = 900.0
-    options = AllocatorOptions(manners=FairnessRules(patience_s=patience_s, turn_s=120.0))
+    options = AllocatorOptions(fairness=FairnessRules(max_wait_s=patience_s, min_run_s=120.0))
     started, ended = live(Allocator(options), jobs, nodes, rounds=1500, round_s=60.0)
     assert len(ended) == len(jobs)
     waits = [started[job.id] - job.submitted_at for job in jobs]

@@ -14,7 +14,7 @@ from yunlu.scheduler.policy.fairness import (
 )
 from yunlu.scheduler.policy.values import Demand, Team
 
-MANNERS = FairnessRules(patience_s=100.0, turn_s=50.0)
+RULES = FairnessRules(max_wait_s=100.0, min_run_s=50.0)
 
 
 def claim(jobs: list[Demand], capacity: int, *, now: float = 60.0) -> list[bool]:
@@ -24,17 +24,17 @@ def claim(jobs: list[Demand], capacity: int, *, now: float = 60.0) -> list[bool]
         least,
         now=now,
         capacity=capacity,
-        manners=MANNERS,
-        allowances={},
+        rules=RULES,
+        quotas={},
         waiting_since={},
-        taken={},
+        pinned_devices={},
     ).tolist()
 
 
 def test_teams_without_a_quota_share_what_is_left_by_weight() -> None:
     teams = [Team(name="a", quota=4), Team(name="b"), Team(name="c", weight=2.0, borrow=1)]
     found = compute_quotas(teams, [], 16)
-    assert [(one.quota, one.most) for one in found.values()] == [(4, 16), (4, 16), (8, 9)]
+    assert [(one.quota, one.limit) for one in found.values()] == [(4, 16), (4, 16), (8, 9)]
 
 
 def test_quotas_beyond_the_pool_shrink_alike() -> None:

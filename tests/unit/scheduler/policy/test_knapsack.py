@@ -86,14 +86,14 @@ def test_a_group_gets_its_least_and_no_more_than_its_most() -> None:
     sizes = np.array([1, 2, 4])
     values = np.array([[1.0, 1.5, 2.0]] * 2 + [[9.0, 18.0, 36.0]] * 2)
     groups = [
-        TeamLimits(rows=np.array([0, 1]), least=3, most=8),
-        TeamLimits(rows=np.array([2, 3]), least=0, most=8),
+        TeamLimits(rows=np.array([0, 1]), min_devices=3, max_devices=8),
+        TeamLimits(rows=np.array([2, 3]), min_devices=0, max_devices=8),
     ]
     must = np.zeros(4, dtype=bool)
     picks = solve_with_teams(values, sizes, 8, must, groups).picks
     first = sum(sizes[pick] for pick in picks[:2] if pick != IDLE)
     assert first >= 3
-    capped = [groups[0], TeamLimits(rows=np.array([2, 3]), least=0, most=4)]
+    capped = [groups[0], TeamLimits(rows=np.array([2, 3]), min_devices=0, max_devices=4)]
     picks = solve_with_teams(values, sizes, 8, must, capped).picks
     assert sum(sizes[pick] for pick in picks[2:] if pick != IDLE) == 4
 
@@ -102,8 +102,8 @@ def test_what_a_group_cannot_use_goes_to_others() -> None:
     sizes = np.array([1, 2, 4])
     values = np.array([[1.0, -np.inf, -np.inf], [1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
     groups = [
-        TeamLimits(rows=np.array([0]), least=6, most=8),
-        TeamLimits(rows=np.array([1, 2]), least=0, most=8),
+        TeamLimits(rows=np.array([0]), min_devices=6, max_devices=8),
+        TeamLimits(rows=np.array([1, 2]), min_devices=0, max_devices=8),
     ]
     picks = solve_with_teams(values, sizes, 9, np.zeros(3, dtype=bool), groups).picks
     assert picks.tolist() == [0, 2, 2]
@@ -119,13 +119,13 @@ def test_groups_without_limits_change_nothing(
     must = np.zeros(jobs, dtype=bool)
     half = jobs // 2
     rows = np.arange(half), np.arange(half, jobs)
-    open_ended = [TeamLimits(rows=own, least=0, most=capacity) for own in rows]
+    open_ended = [TeamLimits(rows=own, min_devices=0, max_devices=capacity) for own in rows]
     plain, _ = total(values, sizes, solve_knapsack(values, sizes, capacity, must).picks)
     same, _ = total(
         values, sizes, solve_with_teams(values, sizes, capacity, must, open_ended).picks
     )
     assert same == pytest.approx(plain)
-    limited = [TeamLimits(rows=rows[0], least=least, most=most), open_ended[1]]
+    limited = [TeamLimits(rows=rows[0], min_devices=least, max_devices=most), open_ended[1]]
     picks = solve_with_teams(values, sizes, capacity, must, limited).picks
     value, used = total(values, sizes, picks)
     assert used <= capacity

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.lab.simulation.sia import Sia
+from yunlu.scheduler.policy.allocation_round import AllocationRound
 from yunlu.scheduler.policy.fairness import FairnessRules
-from yunlu.scheduler.policy.mixed import MixedRound
-from yunlu.scheduler.policy.mixed_worth import SeveralTypesParams
+from yunlu.scheduler.policy.several_types import SeveralTypesSizing
 from yunlu.scheduler.policy.shapes import allow_shapes, group_nodes, lay_out_groups
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
@@ -60,8 +60,12 @@ def make_job(name: str, **known: object) -> Demand:
 
 
 def decide(state: PoolState) -> Decision:
-    return MixedRound(
-        state, taste=SeveralTypesParams(), manners=FairnessRules(), lengths=None, waiting_since={}
+    return AllocationRound(
+        state,
+        sizing=SeveralTypesSizing(),
+        fairness=FairnessRules(),
+        history=None,
+        waiting_since={},
     ).decide()
 
 
@@ -224,9 +228,9 @@ def test_sia_keeps_who_is_pinned_and_counts_restarts() -> None:
 
 
 def test_shapes_are_parts_of_a_node_or_whole_nodes() -> None:
-    kinds = group_nodes(make_nodes(slow=3, fast=2, odd=1))
-    shapes = lay_out_groups(kinds, extra=(3,))
-    names = [kinds[kind].type for kind in shapes.kind]
+    groups = group_nodes(make_nodes(slow=3, fast=2, odd=1))
+    shapes = lay_out_groups(groups, named=(3,))
+    names = [groups[group].type for group in shapes.group]
     found = list(zip(names, shapes.nodes.tolist(), shapes.devices.tolist(), strict=True))
     assert [row[1:] for row in found if row[0] == "slow"] == [
         (1, 1), (1, 2), (1, 3), (1, 4), (2, 8), (3, 12),
@@ -236,7 +240,7 @@ def test_shapes_are_parts_of_a_node_or_whole_nodes() -> None:
     allowed = allow_shapes(
         [make_job("any"), make_job("three", min_devices=3, max_devices=3)], shapes
     )
-    assert 3 not in shapes.devices[allowed[0] & (shapes.kind == 2)]
+    assert 3 not in shapes.devices[allowed[0] & (shapes.group == 2)]
     assert set(shapes.devices[allowed[1]]) == {3}
 
 

@@ -118,7 +118,11 @@ def load(path: Path) -> list[Grid]:
             place = rate, math.log2(float(row["bs"]) * _SEQUENCE)
             losses.setdefault((size, tokens, active), {})[place] = float(row["smooth loss"])
     return [
-        Grid(scale=TransferScale(parameters=size, tokens=tokens), flops=6 * active * tokens, losses=points)
+        Grid(
+            scale=TransferScale(parameters=size, tokens=tokens),
+            flops=6 * active * tokens,
+            losses=points,
+        )
         for (size, tokens, active), points in sorted(losses.items())
     ]
 

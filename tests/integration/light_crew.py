@@ -35,7 +35,7 @@ from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.worker_group import FrameDecoder, WorkerGroup, encode_frame, write_worker_group
 
 sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
-from tests.sample_events import sample  # noqa: E402
+from tests.sample_events import sample
 
 BATCH = 8
 

@@ -19,7 +19,7 @@ from yunlu.runs.states import RunState
 from yunlu.scheduler import control
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.spec.job import Job
-from yunlu.tuning.study_runner.slots import LocalSlots, Slots, PoolSlots
+from yunlu.tuning.study_runner.slots import LocalSlots, PoolSlots, Slots
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

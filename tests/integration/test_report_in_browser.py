@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import re
 import runpy
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.integration.chromium import BROWSER_MARKS, open_browser
 from yunlu.render.run_report.write import write_report
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SWITCHES = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 RUNS: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[1] / "unit" / "jobs" / "test_report_builder.py")
 )
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor google-chrome is installed"),
-]
+pytestmark = BROWSER_MARKS
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +33,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def answers(url: str) -> bool:
+def takes_files(endpoint: str) -> bool:
+    """Whether something can be written: it answers before its volumes are there."""
+    import s3fs
+
     try:
-        urllib.request.urlopen(url, timeout=30)
+        with urllib.request.urlopen(endpoint, timeout=30):
+            pass
     except urllib.error.HTTPError:
-        return True  # it refuses us, so it is up
+        pass  # it refuses us, so it is up
+    except OSError:
+        return False
+    files = s3fs.S3FileSystem(
+        client_kwargs={"endpoint_url": endpoint}, skip_instance_cache=True, use_listings_cache=False
+    )
+    try:
+        files.mkdirs("probe", exist_ok=True)
+        files.pipe("probe/file", b"x")
+        files.rm("probe/file")
     except OSError:
         return False
     return True
@@ -64,8 +78,8 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secretKey"])
     try:
         wait_until(
-            lambda: answers(endpoint) or server.poll() is not None,
-            "the S3 server answers",
+            lambda: takes_files(endpoint) or server.poll() is not None,
+            "the S3 server takes files",
             explain=log_of,
         )
         assert server.poll() is None, log_of()

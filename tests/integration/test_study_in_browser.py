@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.integration.chromium import BROWSER_MARKS, open_browser
 from tests.unit.tuning.made_studies import LR, make_living, make_pareto, make_study
 from yunlu.render.study_report.page import write_report
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SWITCHES = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 MAKERS = {"full": make_study, "living": make_living, "pareto": make_pareto}
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor google-chrome is installed"),
-]
+pytestmark = BROWSER_MARKS
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +30,8 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(params=list(MAKERS))

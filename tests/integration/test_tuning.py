@@ -25,10 +25,20 @@ from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
-from yunlu.tuning.study_runner.runner import run_to_end
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError
-from yunlu.tuning.values import StartTrial, EndStudy, Continue, Judgement, Action, StudySnapshot, TrialState, Verdict, WaitForResults
+from yunlu.tuning.study_runner.runner import run_to_end
+from yunlu.tuning.values import (
+    Action,
+    Continue,
+    EndStudy,
+    Judgement,
+    StartTrial,
+    StudySnapshot,
+    TrialState,
+    Verdict,
+    WaitForResults,
+)
 from yunlu.tuning.view import StudyView, read_view
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +87,11 @@ class Rungs:
         if held:
             trial = min(held, key=lambda trial: (trial.rung, trial.number))
             return Continue(trial.number, trial.rung + 1)
-        return WaitForResults() if any(not t.state.is_over for t in snapshot.trials) else EndStudy("all are done")
+        return (
+            WaitForResults()
+            if any(not t.state.is_over for t in snapshot.trials)
+            else EndStudy("all are done")
+        )
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         del number, snapshot
@@ -101,7 +115,11 @@ class Ruthless:
 
     def choose(self, snapshot: StudySnapshot) -> Action:
         number = len(snapshot.trials)
-        return StartTrial({"train.optimizer.lr": 0.1 / (number + 1)}, until=1) if number < 3 else WaitForResults()
+        return (
+            StartTrial({"train.optimizer.lr": 0.1 / (number + 1)}, until=1)
+            if number < 3
+            else WaitForResults()
+        )
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         if number % 2 == 0:
@@ -113,7 +131,9 @@ class Repeating:
     """The same two settings again and again."""
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        return StartTrial({"train.optimizer.lr": (0.1, 0.01)[len(snapshot.trials) % 2]}, until=snapshot.rungs)
+        return StartTrial(
+            {"train.optimizer.lr": (0.1, 0.01)[len(snapshot.trials) % 2]}, until=snapshot.rungs
+        )
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
         return Judgement(Verdict.GO_ON, until=snapshot.trials[number].until)
@@ -157,7 +177,9 @@ def test_a_held_trial_goes_on_from_its_checkpoint_and_repeats_no_step(own_home: 
         run = open_run(own_home / str(facts.run))
         assert steps_of(run) == [*range(1, EPOCHS * STEPS_PER_RUNG + 1)]
         assert [point.rung for point in facts.points] == [*range(1, EPOCHS + 1)]
-        watched_trials = [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
+        watched_trials = [
+            event for event, _ in run.read_events() if isinstance(event, AttemptStarted)
+        ]
         assert 1 <= len(watched_trials) <= EPOCHS
 
 

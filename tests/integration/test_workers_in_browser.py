@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.integration.chromium import BROWSER_MARKS, open_browser
 from yunlu.render.run_report.write import write_report
 from yunlu.runs.run_store import Document
 
@@ -17,20 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__)
-BROWSER: dict[str, Any] = runpy.run_path(str(HERE.with_name("test_report_in_browser.py")))
-RUNS: dict[str, Any] = runpy.run_path(str(HERE.parents[1] / "unit" / "jobs" / "test_worker_groups.py"))
+RUNS: dict[str, Any] = runpy.run_path(
+    str(HERE.parents[1] / "unit" / "jobs" / "test_worker_groups.py")
+)
 
-pytestmark = BROWSER["pytestmark"]
+pytestmark = BROWSER_MARKS
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=BROWSER["CHROMIUM"], args=BROWSER["SWITCHES"]
-        )
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.training.trial_control import TrialControl
 
 sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
-from tests.sample_events import sample  # noqa: E402
+from tests.sample_events import sample
 
 STEP_S = 0.004
 STEPS_PER_RUNG = 5

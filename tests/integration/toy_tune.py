@@ -8,8 +8,8 @@ from typing import Any
 from tests.integration.toy_study import ToySlots
 from yunlu.cli.main import main
 from yunlu.tuning import forecast
-from yunlu.tuning.study_runner import slots
 from yunlu.tuning.study_dir import StudyError
+from yunlu.tuning.study_runner import slots
 
 
 def find_toys(**_asked: Any) -> ToySlots:

@@ -94,9 +94,7 @@ def test_held_out_samples_choose_the_weights() -> None:
     ).fit(x, y)
     assert model.run_dir_ is not None
     [run] = yunlu.list_runs()
-    assert {event.split for event in run.events() if event.kind == "evaluation"} == {
-        "validation"
-    }
+    assert {event.split for event in run.events() if event.kind == "evaluation"} == {"validation"}
 
 
 def test_small_data_gets_enough_steps_by_default() -> None:

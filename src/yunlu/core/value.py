@@ -13,6 +13,8 @@ class Value(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        # Commands define hundreds of values and use few: a validator is built on first use.
+        defer_build=True,
         # Non-finite numbers (a diverged loss) must survive a trip through JSON.
         ser_json_inf_nan="strings",
     )

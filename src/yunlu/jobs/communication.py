@@ -201,16 +201,16 @@ def _expect(
             lambda record: record.get("sent_bytes"),
         ),
     ]
-    for quantity, predicted, read in rows:
+    for quantity, expected, read in rows:
         measured = _usual(records, read, every=every)
-        if predicted is None and measured is None:
+        if expected is None and measured is None:
             continue
         yield Expectation(
             quantity=quantity,
-            predicted=predicted,
+            predicted=expected,
             measured=measured,
             # Fewer steps than there are between two exchanges say nothing of what these take.
-            ratio=_ratio(predicted, measured) if len(records) >= every else None,
+            ratio=_ratio(expected, measured) if len(records) >= every else None,
         )
 
 

@@ -1,1 +1,1 @@
-"""Runs: store, typed events, states, and the fold of events into a view."""
+"""What happened in a run: its store, typed events, states, and the fold of its log."""

@@ -42,7 +42,7 @@ class PendingAction(Value):
     """Which service meant to."""
 
 
-class StepTiming(Value):
+class RecordedTiming(Value):
     """How long steps took in one configuration; kept for runs that are alike."""
 
     device_type: str
@@ -72,7 +72,7 @@ class AllocationRecord(Value):
     restarts: int = 0
     served_device_s: float = 0.0
     spent_dollars: float = 0.0
-    seen: tuple[StepTiming, ...] = ()
+    seen: tuple[RecordedTiming, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -131,8 +131,8 @@ def reconcile(
 
     Args:
         entry: What is wanted of it.
-        notes: What we thought.
-        sight: How it stands.
+        allocation: Record before the observation.
+        observation: Observed state of the run.
         now: On the pool's clock.
         nodes: Machines that are there.
         service: Who asks: what another one meant to do may have been cut short.

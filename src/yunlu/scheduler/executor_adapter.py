@@ -21,7 +21,7 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.jobs import lifecycle
-from yunlu.jobs.run import error_of, new_record, detect_lost
+from yunlu.jobs.run import detect_lost, error_of, new_record
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState

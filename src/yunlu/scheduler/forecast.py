@@ -41,7 +41,7 @@ def forecast(
         state: As it was decided on.
         decision: Who holds what from now on.
         unknown: Runs of which nobody has seen a step: they are taken to last as long as others do.
-        arrivals: Machines that are on their way.
+        pending_nodes: Nodes that were requested and are not there yet.
     """
     types = {node.name: node.type for node in state.nodes}
     late = {

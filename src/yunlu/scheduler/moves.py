@@ -44,7 +44,7 @@ def plan_moves(
     """What can be done now: first what frees devices, then what fits into the free ones.
 
     Args:
-        stands: Runs, in the order in which they are to be served.
+        scheduled_runs: Runs, in the order in which they are to be served.
         placements: What was decided; a run that is not named gets nothing.
         nodes: Machines that are there.
     """

@@ -27,8 +27,8 @@ class PolicyError(YunluError):
 
 def open_policy(name: str) -> Policy:
     """The policy of this name, new and without notes."""
-    from yunlu.scheduler.policy.baselines import BASELINES  # noqa: PLC0415 (arrays: slow to import)
     from yunlu.scheduler.policy.allocator import Allocator  # noqa: PLC0415
+    from yunlu.scheduler.policy.baselines import BASELINES  # noqa: PLC0415 (arrays: slow to import)
 
     known: dict[str, Callable[[], Policy]] = {"yunlu": Allocator, **BASELINES}
     if name in known:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.jobs.run_log import step_s
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.fold import RunView, apply
-from yunlu.scheduler.allocation_record import StepTiming
+from yunlu.scheduler.allocation_record import RecordedTiming
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,9 +77,9 @@ class RunProgress:
             self.moved_at = time.monotonic()
         return has_moved
 
-    def seen(self, device_type: str) -> tuple[StepTiming, ...]:
+    def seen(self, device_type: str) -> tuple[RecordedTiming, ...]:
         """How long steps took, for each number of workers."""
-        matches: list[StepTiming] = []
+        matches: list[RecordedTiming] = []
         for (nodes, devices), group in sorted(self._groups.items()):
             if len(group.steps_s) < 2 or self.batch is None:
                 continue
@@ -89,7 +89,7 @@ class RunProgress:
             passes = -(-share // local)
             pass_s = max(whole_s - wait_s, 1e-9) / passes
             matches.append(
-                StepTiming(
+                RecordedTiming(
                     device_type=device_type,
                     nodes=nodes,
                     devices=devices,

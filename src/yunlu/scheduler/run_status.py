@@ -139,7 +139,7 @@ def make_demand(
     """The run as the allocator sees it.
 
     Args:
-        stand: Where it stands.
+        scheduled: The run.
         speed: What it would achieve.
         clock: The pool's.
         nodes: Names of the machines that are there, and stay.

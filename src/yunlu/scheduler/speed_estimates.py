@@ -6,11 +6,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.hardware.catalog import load_catalog
-from yunlu.scheduler.policy.speed_by_type import NoDeviceTypePrior
 from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise, Observations, StepTiming
+from yunlu.scheduler.policy.speed_by_type import NoDeviceTypePrior
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.allocation_record import StepTiming
+    from yunlu.scheduler.allocation_record import RecordedTiming
     from yunlu.scheduler.policy.observations import Estimator, SpeedModel
     from yunlu.scheduler.run_status import ScheduledRun
 
@@ -105,7 +105,7 @@ def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:
     return BatchLimits(base=base, most=most, local_most=local_most or most)
 
 
-def _timing(seen: StepTiming) -> StepTiming:
+def _timing(seen: RecordedTiming) -> StepTiming:
     return StepTiming(
         device_type=seen.device_type,
         nodes=seen.nodes,

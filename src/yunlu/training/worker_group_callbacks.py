@@ -289,7 +289,9 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         before, self._phase = self._phase, "evaluate"
         self._engine.synchronize()
         self._agent.report_progress(phase="evaluate")
-        score_here = super().score(split, step=step) if self._engine.world.coordinates.dp == 0 else None
+        score_here = (
+            super().score(split, step=step) if self._engine.world.coordinates.dp == 0 else None
+        )
         started_at = perf_counter()
         shared = broadcast_json(
             None

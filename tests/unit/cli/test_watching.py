@@ -97,9 +97,7 @@ def story():
     yield metric(11)
     yield metric(50)
     yield event(WarningRaised, message="the validation part is small")
-    yield event(
-        Evaluated, split="validation", step=50, loss=0.3, metrics={"accuracy": 0.91}
-    )
+    yield event(Evaluated, split="validation", step=50, loss=0.3, metrics={"accuracy": 0.91})
 
 
 def test_terminal_keeps_what_happened_and_moves_what_happens():
@@ -173,7 +171,9 @@ def test_what_the_engine_does_about_trouble_is_one_line_each():
     display.show(event(StepSkipped, step=8, reason="not finite", loss="NaN", norm=2.0))
     display.show(event(RolledBack, step=9, to_step=5, skipping=[8, 9]))
     display.show(event(MemoryExhausted, step=9, micro_batch=4, message="too much"))
-    display.show(event(PrecisionChanged, step=9, module="head", to="full", reason="overflows", low_share=0.5))
+    display.show(
+        event(PrecisionChanged, step=9, module="head", to="full", reason="overflows", low_share=0.5)
+    )
     display.show(event(TraceWritten, path="trace.json.gz", steps=3, table=[]))
     assert out.getvalue().splitlines() == [
         " skipped     step 8: update left out, not finite (loss nan, norm 2)",

@@ -29,7 +29,12 @@ TRACEBACK = "Traceback (most recent call last):\n  File loop.py, line 3\nValueEr
 
 def crew(generation, layout, members, **data):
     ranks = [
-        {"rank": rank, "worker": str(member), "host": f"node-{'ab'[member % 2]}", "pid": 10 + member}
+        {
+            "rank": rank,
+            "worker": str(member),
+            "host": f"node-{'ab'[member % 2]}",
+            "pid": 10 + member,
+        }
         for rank, member in enumerate(members)
     ]
     data = {"generation": generation, "layout": layout, "ranks": ranks, **data}

@@ -21,7 +21,12 @@ def fake_worker(monkeypatch):
 
 def job(fate="finish", **parts):
     model = {"name": "mlp", "args": {"fate": fate}}
-    given = {"name": "digits", "task": "tabular-classification", "data": "synthetic:x", "model": model}
+    given = {
+        "name": "digits",
+        "task": "tabular-classification",
+        "data": "synthetic:x",
+        "model": model,
+    }
     return Job.model_validate({**given, **parts})
 
 
@@ -39,7 +44,9 @@ def test_train_waits_for_the_result():
 
 def test_train_takes_a_file_overrides_and_options(tmp_path):
     file = tmp_path / "digits.yaml"
-    file.write_text("task: tabular-classification\nmodel: mlp\ndata: synthetic:x\ntrain: {epochs: 9}\n")
+    file.write_text(
+        "task: tabular-classification\nmodel: mlp\ndata: synthetic:x\ntrain: {epochs: 9}\n"
+    )
     run = yunlu.train(
         file, overrides=["train.seed=7"], name="mine", steps=5, optimizer="sgd", lr=0.5
     )

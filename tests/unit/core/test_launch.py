@@ -52,7 +52,9 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
 
 
 def test_mpiexec_with_an_address() -> None:
-    found = detect_launch({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    found = detect_launch(
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    )
     assert found is not None
     assert (found.rank, found.size, found.host) == (0, 2, "a")
 

@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 from yunlu.executors import local, memory_limits
 from yunlu.executors.local import LocalExecutor
 from yunlu.hardware.fleet import Placement
-from yunlu.jobs.run import MEMORY, error_of, new_record, detect_lost
+from yunlu.jobs.run import MEMORY, detect_lost, error_of, new_record
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore

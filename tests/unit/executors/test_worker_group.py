@@ -16,7 +16,7 @@ from yunlu.core.errors import StoreError
 from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
-from yunlu.jobs.run import new_record, detect_lost, worker_of
+from yunlu.jobs.run import detect_lost, new_record, worker_of
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore

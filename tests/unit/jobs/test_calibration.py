@@ -152,7 +152,7 @@ def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_pa
     old = finished_run(tmp_path, "old")
     lines = [json.loads(line) for line in (old.path / Log.EVENTS).read_text().splitlines()]
     for line in lines:
-        line["data"].pop("estimate", None)
+        line.get("plan", {}).pop("estimate", None)
     (old.path / Log.EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     other = finished_run(tmp_path, "other")
     (other.path / Log.EVENTS).write_text(

@@ -17,7 +17,6 @@ from yunlu.core.errors import DataError, JobError
 from yunlu.core.files import append_lines
 from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CatalogError
-from yunlu.jobs import plan_options
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.dataset_size import block_length, measure_dataset
 from yunlu.jobs.job_input import build_job
@@ -185,7 +184,9 @@ def test_the_sequence_is_cut_only_in_our_own_transformers() -> None:
     )
     best = plan_options(own, top=1).best
     assert best.replace(tp=2).layout.sequence
-    theirs = plan_options(make_job(devices=8, goal={"gpu": "A100-80GB", "cloud": "gcp"}), top=1).best
+    theirs = plan_options(
+        make_job(devices=8, goal={"gpu": "A100-80GB", "cloud": "gcp"}), top=1
+    ).best
     assert not theirs.replace(tp=2).layout.sequence
 
 

@@ -237,7 +237,9 @@ def test_what_is_free_and_takes_for_ever_is_not_shown_for_being_cheap() -> None:
         Price(place, OFFERS[2]._replace(device=config.device), spot=False)
         for place, config in enumerate(others, start=2)
     ]
-    slow = replace(ask, question=replace(ask.question, configs=configs), prices=(*ask.prices, *prices))
+    slow = replace(
+        ask, question=replace(ask.question, configs=configs), prices=(*ask.prices, *prices)
+    )
     assert dollars(choose(slow, top=3).best) > 0
     assert HERE not in {option.hardware.cloud for option in choose(slow, top=3)}
     cost = choose(replace(slow, objective="cost"), top=3)

@@ -15,6 +15,8 @@ OWN_NAMES = {
     SOURCE / "jobs" / "base_model.py": {Document.JOB},
     # Whether a directory of weights belongs to a run that trained it.
     SOURCE / "training" / "models" / "initial_weights.py": {Log.EVENTS},
+    # The command line sees the client alone; the report names the directory of its run.
+    SOURCE / "cli" / "report.py": {Document.REPORT_PAGE},
     # The page of a study, which is no document of a run.
     SOURCE / "render" / "study_report" / "page.py": {Document.REPORT_PAGE},
 }

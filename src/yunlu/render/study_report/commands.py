@@ -22,9 +22,13 @@ def train_command(view: StudyView, facts: TrialFacts) -> str:
     """The command that trains a job with a trial's setting."""
     job = view.source or "JOB"
     params = {**view.extra, **facts.params}
-    settings = [f"--set {shlex.quote(f'{name}={_as_yaml(value)}')}" for name, value in params.items()]
+    settings = [
+        f"--set {shlex.quote(f'{name}={_as_yaml(value)}')}" for name, value in params.items()
+    ]
     # Overrides of the search do not concern a training.
-    own = [f"--set {shlex.quote(each)}" for each in view.overrides if not each.startswith("search.")]
+    own = [
+        f"--set {shlex.quote(each)}" for each in view.overrides if not each.startswith("search.")
+    ]
     return " ".join(["yunlu train", shlex.quote(job), *own, *settings])
 
 

@@ -35,7 +35,7 @@ from yunlu.render.study_report.commands import model_path, report_link, run_path
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log
 from yunlu.tuning.facts import rank_trials, wall_s
-from yunlu.tuning.importance import FEWEST, expect_finals, rank_trials_by_value, compute_importance
+from yunlu.tuning.importance import FEWEST, compute_importance, expect_finals, rank_trials_by_value
 from yunlu.tuning.values import TrialState
 from yunlu.tuning.view import best_point
 

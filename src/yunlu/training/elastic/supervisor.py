@@ -323,7 +323,9 @@ class Supervisor:
         while time.monotonic() < deadline:
             self._server.poll(0.02, on_message=_ignore, on_lost=_ignore)
             node_is_gone = self._node is None or self._node.poll() is not None
-            linked = any(node.connection and not node.connection.is_closed for node in nodes.values())
+            linked = any(
+                node.connection and not node.connection.is_closed for node in nodes.values()
+            )
             if node_is_gone and not linked and not any(_is_running(worker) for worker in local):
                 break
         for worker in local:

@@ -45,7 +45,7 @@ from yunlu.training.elastic.messages import (
     as_failure,
 )
 from yunlu.training.elastic.sockets import interface_of, open_store, shut_since
-from yunlu.training.parallel.sockets import Socket, open_sockets, is_connection_error
+from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:

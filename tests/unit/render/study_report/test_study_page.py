@@ -32,7 +32,7 @@ from yunlu.render.format import shorten
 from yunlu.render.study_report.commands import train_command
 from yunlu.render.study_report.dump import dump_study
 from yunlu.render.study_report.page import render_page, write_report
-from yunlu.tuning.importance import expect_finals, rank_trials_by_value, compute_importance
+from yunlu.tuning.importance import compute_importance, expect_finals, rank_trials_by_value
 from yunlu.tuning.values import ParamValue, Point, Trial, TrialState
 from yunlu.tuning.view import StudyView
 

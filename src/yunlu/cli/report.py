@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
+
+if TYPE_CHECKING:
+    from yunlu.jobs.report_model import ReportPage
 
 
 def report(
@@ -28,12 +31,11 @@ def report(
         html: Write the page here too, to send it to someone.
         open_: Open the page in the browser.
     """
-    path = Path(run).expanduser()
-    is_directory = (path / "job.json").is_file() or (path / "events.jsonl").is_file()
-    written = default_client().report(str(path.absolute()) if is_directory else run)
-    page = Path(written.path) / "report.html"
+    client = default_client()
+    written = client.report(run)
+    page = client.report_page(run)
     if html is not None:
-        _copy_page(page, html.expanduser())
+        _write_page(page, html.expanduser())
     if json_:
         print(written.model_dump_json())
     else:
@@ -43,14 +45,14 @@ def report(
 
         print_summary(written, Console(highlight=False))
     if open_:
-        webbrowser.open(page.absolute().as_uri())
+        webbrowser.open(Path(page.location).absolute().as_uri())
 
 
-def _copy_page(page: Path, target: Path) -> None:
+def _write_page(page: ReportPage, target: Path) -> None:
     try:
-        write_atomically(target, page.read_bytes())
+        write_atomically(target, page.html)
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",
-            hint=f"It lies in {page}.",
+            hint=f"It lies in {page.location}.",
         ) from error

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.follow import LogCursor, RunUpdate
     from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
-    from yunlu.jobs.report_model import Report
+    from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.resize import WorkerResize
     from yunlu.jobs.run_view import (
         JoinTarget,
@@ -238,6 +238,18 @@ class LocalRuns:
 
         return write_report(find_run(run))
 
+    def report_page(self, run: str) -> ReportPage:
+        """As ``RunVerbs.report_page``."""
+        from yunlu.jobs.report_model import ReportPage
+        from yunlu.runs.run_store import Document
+
+        store = find_run(run)
+        html = store.read(Document.REPORT_PAGE)
+        if html is None:
+            raise StoreError(f"{store.id} has no report yet", hint=f"yunlu report {store.id} writes it")
+        location = str(store.location(Document.REPORT_PAGE))
+        return ReportPage(location=location, html=html.decode("utf-8"))
+
 
 def find_run(run: str) -> RunStore:
     """The run of an id, a unique prefix, ``last``, or a directory."""
@@ -246,7 +258,7 @@ def find_run(run: str) -> RunStore:
     from yunlu.runs.run_store import Document, Log
 
     path = Path(run).expanduser()
-    if path.is_absolute() or os.sep in run:
+    if path.is_dir():
         store = open_run(path.resolve())
         if store.has(Document.JOB) or store.has(Log.EVENTS):
             return store

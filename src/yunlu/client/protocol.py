@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from yunlu.jobs.machine_probe import ForgottenRuns, ProbeProgress, ProbeResult
     from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
-    from yunlu.jobs.report_model import Report
+    from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.resize import WorkerResize
     from yunlu.jobs.run_view import (
         JoinTarget,
@@ -150,6 +150,10 @@ class RunVerbs(Protocol):
 
     def report(self, run: str) -> Report:
         """Build and write the report of a run."""
+        ...
+
+    def report_page(self, run: str) -> ReportPage:
+        """Page of the report that was written last."""
         ...
 
 

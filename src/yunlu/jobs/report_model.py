@@ -281,3 +281,10 @@ class Report(Value):
             for one_comparison in self.comparisons
             if one_comparison.quantity == quantity
         )
+
+
+class ReportPage(Value):
+    """The report as one self-contained HTML page."""
+
+    location: str
+    html: str

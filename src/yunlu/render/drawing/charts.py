@@ -76,12 +76,12 @@ def find_legend(figure: LineFigure | StackFigure) -> Iterator[tuple[BilingualTex
 def read_out(figure: LineFigure | StackFigure) -> dict[str, Any]:
     """What hovering tells, for the page's script."""
     if isinstance(figure, StackFigure):
-        series = [
+        series: list[dict[str, Any]] = [
             {"name": _pair(layer.name), "x": figure.positions, "y": _short(layer.shares)}
             for layer in figure.layers
         ]
         return {"unit": "percent", "axis": figure.x.unit, "series": series, "marks": []}
-    series = [
+    series: list[dict[str, Any]] = [
         {"name": _pair(line.name), "x": line.x, "y": _short(line.y)} for line in figure.series
     ]
     if figure.bands_name is not None:

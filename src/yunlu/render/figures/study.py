@@ -200,7 +200,9 @@ def front_figure(ranks: TrialRanks) -> ScatterFigure | None:
     shown = [facts for facts in ranks.best_first() if facts.values is not None]
     if len(view.metrics) < 2 or not shown:
         return None
-    values = {facts.number: facts.values or () for facts in shown}
+    values: dict[int, tuple[float, ...]] = {
+        facts.number: facts.values for facts in shown if facts.values is not None
+    }
     x, y = (
         metric_axis(
             [objectives[place] for objectives in values.values()],

@@ -29,7 +29,7 @@ from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_poo
 from yunlu.lab.spot.interruptions import interrupt
 from yunlu.lab.spot.study import draw_starts, rank, run_trials, run_zones, summarise
 from yunlu.lab.spot.traces import read_prices
-from yunlu.scheduler.autoscaling.values import Rules
+from yunlu.scheduler.autoscaling.values import ScalingRules
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
@@ -142,7 +142,7 @@ def measure_queues(history: Path, *, queues: int) -> tuple[Table, list[dict[str,
             for worth in (0.5, 0.8):
                 name = f"our pool, worth {worth:g}"
                 jobs = make_queue(days=3.0, count=30, seed=seed)
-                totals[name].append(run_pool(jobs, market, start, Rules(worth=worth)))
+                totals[name].append(run_pool(jobs, market, start, ScalingRules(worth=worth)))
         base = sum(bill.dollars for bill in totals["on-demand"])
         for name, bills in totals.items():
             share = sum(bill.dollars for bill in bills) / base

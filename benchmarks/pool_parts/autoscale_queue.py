@@ -12,7 +12,7 @@ from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.replay import replay
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.decision import decide_nodes
-from yunlu.scheduler.autoscaling.values import Lease, Notes, Offer, Rules
+from yunlu.scheduler.autoscaling.values import NodeLease, ScalingMemory, NodeOffer, ScalingRules
 from yunlu.scheduler.policy.values import Demand, PoolState
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
 
@@ -132,19 +132,19 @@ def run_fixed(jobs: Sequence[QueuedJob], market: Market, start: int) -> list[Bil
     return bills
 
 
-def run_pool(jobs: Sequence[QueuedJob], market: Market, start: int, rules: Rules) -> Bill:
+def run_pool(jobs: Sequence[QueuedJob], market: Market, start: int, rules: ScalingRules) -> Bill:
     """Our pool: sizes and machines decided anew at every tick."""
     step_s = market.step_s
-    leases: list[Lease] = []
-    notes, dollars, tick = Notes(), 0.0, 0
+    leases: list[NodeLease] = []
+    notes, dollars, tick = ScalingMemory(), 0.0, 0
     last = max(job.deadline_at for job in jobs) + 86_400
     while any(job.finished_at is None for job in jobs) and tick * step_s < last:
         now, place = tick * step_s, start + tick
         is_up, price = bool(market.is_up[place]), float(market.spot_dollars_per_hour[place])
         offers = (
-            Offer(key="spot", devices=1, dollars_per_hour=price, is_spot=True,
+            NodeOffer(key="spot", devices=1, dollars_per_hour=price, is_spot=True,
                   most=256 if is_up else 0, boot_s=BOOT_S),
-            Offer(key="on-demand", devices=1, dollars_per_hour=market.on_demand_dollars_per_hour,
+            NodeOffer(key="on-demand", devices=1, dollars_per_hour=market.on_demand_dollars_per_hour,
                   boot_s=BOOT_S),
         )  # fmt: skip
         queue = [job for job in jobs if job.submitted_at <= now and job.finished_at is None]
@@ -163,7 +163,7 @@ def run_pool(jobs: Sequence[QueuedJob], market: Market, start: int, rules: Rules
         for key, wanted in scaling.wanted.items():
             have = sum(lease.offer == key for lease in leases)
             leases += [
-                Lease(name=f"{key}-{tick}-{n}", offer=key, since=now, idle_since=now)
+                NodeLease(name=f"{key}-{tick}-{n}", offer=key, since=now, idle_since=now)
                 for n in range(wanted - have)
             ]
         used = _apply(
@@ -204,10 +204,10 @@ def _apply(
     *,
     sizes: Mapping[str, int],
     modes: Mapping[str, Mode],
-    leases: Sequence[Lease],
+    leases: Sequence[NodeLease],
     now: float,
     step_s: float,
-    offers: Sequence[Offer],
+    offers: Sequence[NodeOffer],
 ) -> dict[str, int]:
     """Give jobs their devices and let them run for a tick; how many devices are used, by offer."""
     free = {offer.key: sum(lease.offer == offer.key for lease in leases) for offer in offers}
@@ -243,9 +243,9 @@ def _apply(
     return used
 
 
-def _mark(leases: Sequence[Lease], used: dict[str, int], now: float) -> list[Lease]:
+def _mark(leases: Sequence[NodeLease], used: dict[str, int], now: float) -> list[NodeLease]:
     """Which machines are idle now, and since when."""
-    marked: list[Lease] = []
+    marked: list[NodeLease] = []
     left = dict(used)
     for lease in leases:
         is_busy = left[lease.offer] > 0
@@ -254,6 +254,6 @@ def _mark(leases: Sequence[Lease], used: dict[str, int], now: float) -> list[Lea
             None if is_busy else (lease.idle_since if lease.idle_since is not None else now)
         )
         marked.append(
-            Lease(name=lease.name, offer=lease.offer, since=lease.since, idle_since=idle_since)
+            NodeLease(name=lease.name, offer=lease.offer, since=lease.since, idle_since=idle_since)
         )
     return marked

@@ -65,7 +65,7 @@ def find_issues(
 ) -> tuple[Finding, ...]:
     """What stands out, the most serious first."""
     result = [
-        *_about_crew(worker_group),
+        *_worker_group_issues(worker_group),
         *_about_memory(incidents),
         *_about_rollbacks(incidents),
         *_about_skips(incidents),
@@ -79,7 +79,7 @@ def find_issues(
 _Said = tuple[str, dict[str, str]]
 
 
-def _about_crew(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
+def _worker_group_issues(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
     if worker_group is None:
         return
     if (

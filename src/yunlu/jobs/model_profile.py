@@ -48,7 +48,7 @@ _PACKAGES = ("yunlu", "torch", "transformers", "peft", "keras")
 _WORDS_SHOWN = 5
 
 
-class MeasuredShape(Value):
+class JobShape(Value):
     """A shape, and where it is from."""
 
     shape: ModelShape
@@ -61,7 +61,7 @@ class MeasuredShape(Value):
     """Samples to train on, where the data was looked at."""
 
 
-def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> MeasuredShape:
+def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> JobShape:
     """The shape of the job's model; only what no description tells is measured, in a process.
 
     Args:
@@ -81,7 +81,7 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> MeasuredShape:
     return result.model_copy(update={"seq": seq})
 
 
-def _described(job: Job, command: Sequence[str]) -> MeasuredShape | None:
+def _described(job: Job, command: Sequence[str]) -> JobShape | None:
     """From a ``config.json``: in a directory, known here, or fetched alone from the hub."""
     name = job.model.name
     index = Path(name.removeprefix(_PREFIX)).expanduser()
@@ -99,7 +99,7 @@ def _described(job: Job, command: Sequence[str]) -> MeasuredShape | None:
         return None  # it is here, so it can be measured
     shape = shape_from_config(config, where=where, head=_HEADS.get(job.task))
     adapted = {"name": name.removeprefix(_PREFIX), "adapter": own_adapter(job.model.adapter)}
-    return MeasuredShape(shape=shape.model_copy(update=adapted), source=source)
+    return JobShape(shape=shape.model_copy(update=adapted), source=source)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_arguments(job: Job) -> MeasuredShape | None:
+def _from_arguments(job: Job) -> JobShape | None:
     """Our own transformer, where the job says how many tokens there are."""
     kind = _TRANSFORMERS.get(job.task)
     if kind is None or job.model.name != "transformer" or job.data.max_length == "auto":
@@ -130,17 +130,17 @@ def _from_arguments(job: Job) -> MeasuredShape | None:
     except TypeError:
         return None  # an argument it does not have: the builder says so better
     adapted = shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
-    return MeasuredShape(shape=adapted, source="arguments")
+    return JobShape(shape=adapted, source="arguments")
 
 
-def _measured(job: Job, command: Sequence[str]) -> MeasuredShape:
+def _measured(job: Job, command: Sequence[str]) -> JobShape:
     path = read_settings().cache / "shapes" / f"{_fingerprint(job)}.json"
     try:
-        return MeasuredShape.model_validate_json(path.read_bytes())
+        return JobShape.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never measured, torn, or of another version
     answer = _ask(command, job.model_dump_json())["found"]
-    result = MeasuredShape(
+    result = JobShape(
         shape=ModelShape.model_validate(answer["shape"]),
         source="measured",
         note=answer["note"],

@@ -97,7 +97,7 @@ def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuer
     if not figures:
         return question
     precision = max(figures, key=lambda item: item.at).precision
-    point = _foretell_run(question, config, precision, batch)
+    point = _predict_run(question, config, precision, batch)
     if point is None:
         return question
 
@@ -108,12 +108,12 @@ def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuer
 
     step_s, held = measured("step_s"), measured("memory_bytes")
     # Without the learned correction: what was measured here takes its place.
-    foretold_s = float(step_time(point).total_s[0])
-    foretold_bytes = float(predict_memory(point, question.work).total[0])
+    predicted_s = float(step_time(point).total_s[0])
+    predicted_bytes = float(predict_memory(point, question.work).total[0])
     corrected = replace(
         config,
-        time_factor=1.0 if step_s is None else step_s / foretold_s,
-        memory_factor=1.0 if held is None else held / foretold_bytes,
+        time_factor=1.0 if step_s is None else step_s / predicted_s,
+        memory_factor=1.0 if held is None else held / predicted_bytes,
         measured=MeasuredThroughput(
             precision=precision,
             batch=float(batch),
@@ -127,7 +127,7 @@ def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuer
     return replace(question, configs=configs)
 
 
-def _foretell_run(
+def _predict_run(
     question: LayoutQuery, config: HardwareConfig, precision: str, batch: int
 ) -> QueryBatch | None:
     """The run on one device of a hardware config, as it would be predicted; None where it could not be."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.hardware.catalog import Catalog
-    from yunlu.jobs.model_profile import MeasuredShape
+    from yunlu.jobs.model_profile import JobShape
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
     from yunlu.planning.search.options import PlanOption
@@ -143,7 +143,7 @@ def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     return ask, [*notes, *note_lone(job), *supply.notes]
 
 
-def _sequence_length(job: Job, found: MeasuredShape) -> int:
+def _sequence_length(job: Job, found: JobShape) -> int:
     if found.seq is not None:
         return found.seq
     if job.task not in _TEXT_TASKS:
@@ -161,7 +161,7 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
 
 
 def _work(
-    job: Job, found: MeasuredShape, seq: int
+    job: Job, found: JobShape, seq: int
 ) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
     """How much there is to do, and the batches it may be done in."""
     train, notes = job.train, list[str]()

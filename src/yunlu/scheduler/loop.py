@@ -73,7 +73,7 @@ class Scheduler:
         self.control, self.policy = control, policy
         self.registry = RunRegistry(home, control, self.clock, name=name)
         self.actions = ActionRunner(self.registry, control, self.clock, name=name)
-        self.knowledge = SpeedEstimates(make_estimator)
+        self.speeds = SpeedEstimates(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
         """The standing one; None while nothing may be changed."""
@@ -88,7 +88,7 @@ class Scheduler:
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
         """Since when a run waits in the queue of its cluster, on the monotonic clock."""
-        self._spot_policy = spot_policy.SpotPolicy(
+        self._spot_policy = spot_policy.LiveSpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
         self._teams = pool_store.read_teams()
@@ -126,7 +126,7 @@ class Scheduler:
                 replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
             )
         for scheduled in self.registry.scheduled_runs.values():
-            self.knowledge.learn(scheduled)
+            self.speeds.learn(scheduled)
         self._charge()
         self._measure()
 
@@ -181,7 +181,7 @@ class Scheduler:
                 self._decided_at = self.clock.now()
                 state = self._describe(scheduled_runs)
                 self._scale(state, self._choose_markets(state, scheduled_runs))
-                self._foresee(state, Decision(placements={}), scheduled_runs)
+                self._forecast(state, Decision(placements={}), scheduled_runs)
             return
         if not is_due and (signature, self.nodes) == self._signature:
             return
@@ -197,7 +197,7 @@ class Scheduler:
             self.decision = spot_policy.explain(modes, replace(decided, placements=placements))
             self.decided_ms = (time.process_time() - began) * 1e3
             self._scale(state, modes)
-            self._foresee(seen, self.decision, scheduled_runs)
+            self._forecast(seen, self.decision, scheduled_runs)
             self._troubles.pop("policy", None)
         except Exception as error:  # noqa: BLE001 (policies and estimators are doors: their faults must not end runs)
             self._trouble("policy", f"the policy failed, and nothing was changed: {error!r}")
@@ -216,7 +216,7 @@ class Scheduler:
         )
 
     def _find_unknown(self, scheduled_runs: list[ScheduledRun]) -> set[str]:
-        return {s.id for s in scheduled_runs if not self.knowledge.is_known(s)}
+        return {s.id for s in scheduled_runs if not self.speeds.is_known(s)}
 
     def _choose_markets(
         self, state: PoolState, scheduled_runs: list[ScheduledRun]
@@ -248,7 +248,7 @@ class Scheduler:
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
 
-    def _foresee(
+    def _forecast(
         self, state: PoolState, decision: Decision, scheduled_runs: list[ScheduledRun]
     ) -> None:
         unknown = self._find_unknown(scheduled_runs)
@@ -263,7 +263,7 @@ class Scheduler:
         types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [s for s in scheduled_runs if find_held(s, there) or (s.may_move and not s.rests)]
         demands = [
-            make_demand(s, self.knowledge.tell(s, types), self.clock, there) for s in wanting
+            make_demand(s, self.speeds.tell(s, types), self.clock, there) for s in wanting
         ]
         return PoolState(
             now=self.clock.now(),
@@ -335,7 +335,7 @@ class Scheduler:
                 self.actions.end_stalled(scheduled)
                 self._tell(scheduled.id, "stalled", text)
         for run_id in self.registry.drop_over():
-            self.knowledge.forget(run_id)
+            self.speeds.forget(run_id)
             self._told.pop(run_id, None)
             self._queued_since.pop(run_id, None)
 

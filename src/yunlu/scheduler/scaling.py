@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.executors.executor import NodeScaling, name_kind
 from yunlu.scheduler.autoscaling.decision import decide_nodes
-from yunlu.scheduler.autoscaling.values import Lease, Limits, Notes, Offer, Rules, TeamLimit
+from yunlu.scheduler.autoscaling.values import NodeLease, Limits, ScalingMemory, NodeOffer, ScalingRules, TeamLimit
 from yunlu.scheduler.pending_nodes import PendingNodes
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ class Scaler:
     def __init__(
         self,
         executor: Executor,
-        rules: Rules | None = None,
+        rules: ScalingRules | None = None,
         limits: Limits | None = None,
         prices: Mapping[str, float] | None = None,
     ) -> None:
         self._executor = executor if isinstance(executor, NodeScaling) else None
         self._prices = prices or {}
         """Dollars an hour by kind, also of machines that are not there."""
-        self._rules, self._limits = rules or Rules(), limits or Limits()
-        self._notes = Notes()
+        self._rules, self._limits = rules or ScalingRules(), limits or Limits()
+        self._notes = ScalingMemory()
         self._since: dict[str, float] = {}
         self._idle_since: dict[str, float] = {}
         self._asked: dict[str, int] = {}
@@ -104,11 +104,11 @@ class Scaler:
 
     def _find_leases(
         self, state: PoolState, reserves: Sequence[Reserve], claims: Mapping[str, int]
-    ) -> list[Lease]:
+    ) -> list[NodeLease]:
         offers = _offers_by_node(reserves, state.nodes)
         names = {node.name for node in state.nodes}
         self._since = {name: at for name, at in self._since.items() if name in names}
-        leases: list[Lease] = []
+        leases: list[NodeLease] = []
         for node in state.nodes:
             self._since.setdefault(node.name, state.now)
             if claims.get(node.name):
@@ -116,7 +116,7 @@ class Scaler:
             else:
                 self._idle_since.setdefault(node.name, state.now)
             leases.append(
-                Lease(
+                NodeLease(
                     name=node.name,
                     offer=offers.get(node.name, _ALWAYS + _kind(node)),
                     since=self._since[node.name],
@@ -129,15 +129,15 @@ class Scaler:
             kind = reserve.kind
             there = sum(offer == kind for offer in offers.values())
             leases += [
-                Lease(name=f"{kind} to come {number}", offer=kind, since=state.now)
+                NodeLease(name=f"{kind} to come {number}", offer=kind, since=state.now)
                 for number in range(reserve.awake - there)
             ]
         return leases
 
-    def _offers(self, reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+    def _offers(self, reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[NodeOffer]:
         prices = {_kind(node): node.dollars_per_hour for node in nodes} | dict(self._prices)
         return [
-            Offer(
+            NodeOffer(
                 key=reserve.kind,
                 devices=reserve.devices,
                 type=reserve.type,
@@ -153,8 +153,8 @@ class Scaler:
 
 def make_scaler(executor: Executor, settings: PoolSettings) -> Scaler:
     """The scaler of a pool, within the limits of its settings."""
-    usual = Rules()
-    rules = Rules(
+    usual = ScalingRules()
+    rules = ScalingRules(
         grow_after_s=settings.grow_after_s,
         idle_s=settings.idle_s,
         least_life_s=min(usual.least_life_s, 2 * settings.idle_s),
@@ -185,14 +185,14 @@ def _offers_by_node(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> dict[
     return {name: offer for name, offer in result.items() if offer}
 
 
-def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[Offer]:
+def _standing(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> list[NodeOffer]:
     reserved = _offers_by_node(reserves, nodes)
-    result: dict[str, Offer] = {}
+    result: dict[str, NodeOffer] = {}
     for node in nodes:
         if node.name in reserved or node.is_leaving or not node.devices:
             continue
         before = result.get(_kind(node))
-        result[_kind(node)] = Offer(
+        result[_kind(node)] = NodeOffer(
             key=_ALWAYS + _kind(node),
             devices=max(node.devices, before.devices if before else 0),
             type=node.type,

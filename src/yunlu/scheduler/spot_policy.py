@@ -65,7 +65,7 @@ class _Stall:
     is_spot: bool
 
 
-class SpotPolicy:
+class LiveSpotPolicy:
     """Watches the runs with a deadline of one pool; what it forgets, it learns anew."""
 
     def __init__(self, *, step_s: float, prices: Mapping[str, float] | None = None) -> None:

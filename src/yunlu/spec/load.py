@@ -16,7 +16,7 @@ from yunlu.spec.overrides import apply_overrides
 from yunlu.spec.problems import InvalidJobError, Problem
 from yunlu.spec.python_file import read_python
 from yunlu.spec.search_checks import find_faults
-from yunlu.spec.source import Document, parse
+from yunlu.spec.source import SourceDocument, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
         file, name = Path(python["file"]), python["name"] or name
         _check_file(file)
         data = read_python(file, name).model_dump(mode="json", exclude_unset=True)
-        document = Document(data=data)
+        document = SourceDocument(data=data)
     else:
         file = Path(path)
         document = _read_yaml(file)
@@ -57,7 +57,7 @@ def source_of(job: str | Path | Job | None) -> Path | None:
 
 def job_from_mapping(mapping: Mapping[str, Any], *, where: str = "job") -> Job:
     """The same job, and the same words when it is wrong, for callers that hold plain data."""
-    return _validate(Document(data=dict(mapping)), where)
+    return _validate(SourceDocument(data=dict(mapping)), where)
 
 
 def _check_file(file: Path) -> None:
@@ -72,7 +72,7 @@ def _check_file(file: Path) -> None:
         )
 
 
-def _read_yaml(file: Path) -> Document:
+def _read_yaml(file: Path) -> SourceDocument:
     _check_file(file)
     if file.suffix.lower() not in _YAML:
         raise JobError(f"{file} is not a job file: expected .yaml, .yml, .json or .py.")
@@ -93,7 +93,7 @@ def _read_yaml(file: Path) -> Document:
     return document
 
 
-def _validate(document: Document, where: str) -> Job:
+def _validate(document: SourceDocument, where: str) -> Job:
     problems = list(document.problems)
     job: Job | None = None
     findings: list[ValidationFinding] = []

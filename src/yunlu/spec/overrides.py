@@ -11,13 +11,13 @@ from yunlu.spec.explain import show_value
 from yunlu.spec.job import SHORTHANDS, SPELLINGS, Job
 from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
 from yunlu.spec.search import spell_range
-from yunlu.spec.source import Document, SourceLocation, parse
+from yunlu.spec.source import SourceDocument, SourceLocation, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
-def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+def apply_overrides(document: SourceDocument, overrides: Sequence[str]) -> SourceDocument:
     """The document with each ``key=value`` put in place, in order; the value is read as YAML."""
     for override in overrides:
         document = _apply(document, override)
@@ -71,7 +71,7 @@ def _with_item(job: Job, data: Any, path: tuple[str, ...], value: Any) -> list[A
     return items
 
 
-def _apply(document: Document, override: str) -> Document:
+def _apply(document: SourceDocument, override: str) -> SourceDocument:
     key, equals, text = override.partition("=")
     key = key.strip()
     path = _path_of(key, document.data)
@@ -148,6 +148,6 @@ def _without(places: dict[Path, SourceLocation], path: Path) -> dict[Path, Sourc
     return {at: index for at, index in places.items() if at[: len(path)] != path}
 
 
-def _with_problems(document: Document, key: str, *messages: str) -> Document:
+def _with_problems(document: SourceDocument, key: str, *messages: str) -> SourceDocument:
     result = tuple(Problem(key=key, message=message, override=key) for message in messages)
     return replace(document, problems=(*document.problems, *result))

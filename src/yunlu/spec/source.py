@@ -30,7 +30,7 @@ class SourceLocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class SourceDocument:
     """Data as read, with the places of its keys and values and what was wrong on the way."""
 
     data: Any
@@ -53,7 +53,7 @@ class Document:
         )
 
 
-def parse(text: str, *, where: str) -> Document:
+def parse(text: str, *, where: str) -> SourceDocument:
     """Read YAML (or JSON, which is YAML). Text that is not YAML at all raises at once."""
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -68,10 +68,10 @@ def parse(text: str, *, where: str) -> Document:
     except RecursionError:
         _refuse(where, "nested too deeply", SourceLocation())
     if node is None:
-        return Document(data=None)
+        return SourceDocument(data=None)
     reader = _Reader(where)
     data = reader.read(node, ())
-    return Document(
+    return SourceDocument(
         data=data, keys=reader.keys, values=reader.values, problems=tuple(reader.problems)
     )
 

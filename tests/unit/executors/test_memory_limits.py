@@ -83,7 +83,7 @@ def test_groups_are_made_as_high_as_no_limit_is_lost(
     inner = tmp_path / "container" / "session"
     inner.mkdir(parents=True)
     monkeypatch.setattr(memory_limits, "_V1", tmp_path)
-    monkeypatch.setattr(memory_limits.limits, "own_group", lambda _: "container/session")
+    monkeypatch.setattr(memory_limits.cpu_limits, "own_group", lambda _: "container/session")
     no_limit = str((1 << 63) - 4096)
     for folder, text in ((inner, no_limit), (tmp_path / "container", str(GIB))):
         (folder / "memory.limit_in_bytes").write_text(text)

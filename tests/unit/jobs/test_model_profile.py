@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from yunlu.core.errors import DataError, ModelError, TrainingError
-from yunlu.jobs.model_profile import MeasuredShape, find_shape
+from yunlu.jobs.model_profile import JobShape, find_shape
 from yunlu.planning.models.arithmetic import parameters, trainable
 from yunlu.spec.job import Job
 
@@ -132,7 +132,7 @@ def test_what_nobody_describes_is_measured_once_and_again_when_it_changes(
     answer = {"shape": shape, "how": "real", "note": "so", "seq": 7, "train_samples": 9}
     command = saying({"found": answer}, count)
 
-    def ask(name: str = "net.py:Net") -> MeasuredShape:
+    def ask(name: str = "net.py:Net") -> JobShape:
         return find_shape(job(task="net:Task", model=name), command=command)
 
     first = ask()
@@ -192,4 +192,4 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path) -> None:
         check=True,
         env=dict(os.environ),
     )
-    assert MeasuredShape.model_validate_json(done.stdout) == first
+    assert JobShape.model_validate_json(done.stdout) == first

@@ -20,7 +20,7 @@ from yunlu.hardware.catalog import CatalogError
 from yunlu.jobs.catalog_store import add, open_catalog
 from yunlu.jobs.dataset_size import block_length, measure_dataset
 from yunlu.jobs.job_input import build_job
-from yunlu.jobs.model_profile import MeasuredShape, find_shape
+from yunlu.jobs.model_profile import JobShape, find_shape
 from yunlu.jobs.plan_options import make_query, plan_options, search_options
 from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.calibration import Calibration, RunMeasurement
@@ -280,7 +280,7 @@ def test_what_comes_nearest_is_advised_where_nothing_is_enough() -> None:
 def test_advice_asks_for_the_shape_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Job] = []
 
-    def find(job: Job) -> MeasuredShape:
+    def find(job: Job) -> JobShape:
         asked.append(job)
         return find_shape(job)
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from yunlu.executors.executor import Reserve
-from yunlu.scheduler.autoscaling.values import Rules
+from yunlu.scheduler.autoscaling.values import ScalingRules
 
-CALM = Rules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
+CALM = ScalingRules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
 
 
 @dataclass

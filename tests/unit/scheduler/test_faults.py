@@ -16,7 +16,7 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.states import RunState
 from yunlu.scheduler import run_registry as register_module
 from yunlu.scheduler.allocation_record import MOST_FAILURES
-from yunlu.scheduler.autoscaling.values import Rules
+from yunlu.scheduler.autoscaling.values import ScalingRules
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.queue import change_entry, read_entry
 from yunlu.scheduler.scaling import Scaler
@@ -26,7 +26,7 @@ SEEDS = [int(os.environ["YUNLU_SEED"])] if "YUNLU_SEED" in os.environ else range
 TURNS = 150
 CALM = 600
 PRICES = {"cpu": 2.0, "cpu-spot": 0.5}
-RULES = Rules(grow_after_s=2.0, idle_s=10.0, least_life_s=5.0)
+RULES = ScalingRules(grow_after_s=2.0, idle_s=10.0, least_life_s=5.0)
 
 
 class Course:

@@ -16,7 +16,7 @@ from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.speed_estimates import SpeedEstimates
 from yunlu.scheduler.spot.values import Mode
-from yunlu.scheduler.spot_policy import SpotPolicy, explain, steer
+from yunlu.scheduler.spot_policy import LiveSpotPolicy, explain, steer
 
 SPOT = Node(name="s", devices=2, type="gpu", is_spot=True, dollars_per_hour=0.6)
 OWN = Node(name="o", devices=2, type="gpu", dollars_per_hour=2.0)
@@ -57,7 +57,7 @@ def live(spot_policy, *, work, deadline_at, is_up):
 
 def test_where_spot_is_never_there_on_demand_makes_the_deadline_at_the_last_moment():
     end, modes = live(
-        SpotPolicy(step_s=STEP_S), work=2000.0, deadline_at=3000.0, is_up=lambda now: False
+        LiveSpotPolicy(step_s=STEP_S), work=2000.0, deadline_at=3000.0, is_up=lambda now: False
     )
     assert modes[0] is Mode.IDLE
     assert modes[-1] is Mode.ON_DEMAND
@@ -67,7 +67,7 @@ def test_where_spot_is_never_there_on_demand_makes_the_deadline_at_the_last_mome
 @pytest.mark.parametrize("gone_at", [100.0, 700.0, 1000.0])
 def test_spot_that_is_taken_away_costs_no_deadline(gone_at):
     end, modes = live(
-        SpotPolicy(step_s=STEP_S), work=2000.0, deadline_at=2000.0, is_up=lambda now: now < gone_at
+        LiveSpotPolicy(step_s=STEP_S), work=2000.0, deadline_at=2000.0, is_up=lambda now: now < gone_at
     )
     assert modes[0] is Mode.SPOT
     assert end <= 2000.0
@@ -75,13 +75,13 @@ def test_spot_that_is_taken_away_costs_no_deadline(gone_at):
 
 def test_spot_that_stays_is_all_that_is_used():
     _, modes = live(
-        SpotPolicy(step_s=STEP_S), work=1000.0, deadline_at=3000.0, is_up=lambda now: True
+        LiveSpotPolicy(step_s=STEP_S), work=1000.0, deadline_at=3000.0, is_up=lambda now: True
     )
     assert {*modes} == {Mode.SPOT}
 
 
 def test_nothing_is_chosen_without_both_markets_a_deadline_a_length_or_a_speed():
-    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(100.0, 10_000.0)
+    spot_policy, demand = LiveSpotPolicy(step_s=STEP_S), job(100.0, 10_000.0)
     assert spot_policy.choose(pool(0.0, demand, OWN), (), spent_dollars={}) == {}
     assert spot_policy.choose(pool(0.0, demand, SPOT), (), spent_dollars={}) == {}
     both = pool(0.0, demand, SPOT, OWN)
@@ -97,14 +97,14 @@ def test_deadline_that_cannot_be_made_is_tried_on_on_demand(now):
     for restart_s in (0.001, 5.0, 600.0):
         hopeless = job(1e6, 600.0, restart_s=restart_s)
         for nodes in ((SPOT, OWN), (OWN,)):
-            spot_policy = SpotPolicy(step_s=STEP_S)
+            spot_policy = LiveSpotPolicy(step_s=STEP_S)
             spot_policy.choose(pool(now, hopeless, SPOT), (), spent_dollars={})
             chosen = spot_policy.choose(pool(now, hopeless, *nodes), (), spent_dollars={})
             assert chosen == {"a": Mode.ON_DEMAND}
 
 
 def test_run_whose_deadline_has_passed_may_be_anywhere():
-    spot_policy = SpotPolicy(step_s=STEP_S)
+    spot_policy = LiveSpotPolicy(step_s=STEP_S)
     assert spot_policy.choose(pool(0.0, job(100.0, 600.0), SPOT, OWN), (), spent_dollars={})
     for now in (600.0, 90_000.0):
         assert (
@@ -113,7 +113,7 @@ def test_run_whose_deadline_has_passed_may_be_anywhere():
 
 
 def test_machines_that_sleep_are_on_offer_too():
-    spot_policy = SpotPolicy(step_s=STEP_S, prices={"gpu": 2.0, "gpu-spot": 0.6})
+    spot_policy = LiveSpotPolicy(step_s=STEP_S, prices={"gpu": 2.0, "gpu-spot": 0.6})
     hurried = job(1000.0, 600.0)
     assert spot_policy.choose(pool(0.0, hurried, SPOT), (ASLEEP,), spent_dollars={}) == {
         "a": Mode.ON_DEMAND
@@ -125,7 +125,7 @@ def test_machines_that_sleep_are_on_offer_too():
 
 
 def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
-    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(1000.0, 1100.0)
+    spot_policy, demand = LiveSpotPolicy(step_s=STEP_S), job(1000.0, 1100.0)
     first = spot_policy.choose(pool(0.0, demand, SPOT), (ASLEEP,), spent_dollars={})["a"]
     chosen = [
         spot_policy.choose(pool(now, demand), (ASLEEP,), spent_dollars={})["a"]
@@ -138,7 +138,7 @@ def test_nobody_changes_his_mind_while_a_machine_is_on_its_way():
 
 
 def test_spot_that_is_on_its_way_is_waited_for():
-    spot_policy, demand = SpotPolicy(step_s=STEP_S), job(100.0, 100_000.0)
+    spot_policy, demand = LiveSpotPolicy(step_s=STEP_S), job(100.0, 100_000.0)
     spot = Reserve(type="gpu", devices=2, awake=0, most=1, is_spot=True)
     chosen = []
     for now in (0.0, 10.0, 20.0, 30.0, 40.0):
@@ -149,7 +149,7 @@ def test_spot_that_is_on_its_way_is_waited_for():
 
 
 def test_another_deadline_is_heeded_at_once():
-    spot_policy = SpotPolicy(step_s=STEP_S)
+    spot_policy = LiveSpotPolicy(step_s=STEP_S)
     calm, hurried = job(1000.0, 100_000.0), job(1000.0, 600.0)
     assert spot_policy.choose(pool(0.0, calm, SPOT, OWN), (), spent_dollars={})["a"] is Mode.SPOT
     assert spot_policy.choose(pool(0.0, hurried, SPOT, OWN), (), spent_dollars={})["a"] is (

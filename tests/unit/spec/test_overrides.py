@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from yunlu.spec.load import InvalidJobError, load_job
 from yunlu.spec.overrides import apply_overrides
-from yunlu.spec.source import Document
+from yunlu.spec.source import SourceDocument
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,7 +126,7 @@ def as_yaml(value: Any) -> str:
     sections, st.lists(words, min_size=1, max_size=4), values.filter(lambda v: "Inf" not in str(v))
 )
 def test_what_is_set_is_read_back_and_the_rest_stays(data, path, value):
-    document = apply_overrides(Document(data=data), [f"{'.'.join(path)}={as_yaml(value)}"])
+    document = apply_overrides(SourceDocument(data=data), [f"{'.'.join(path)}={as_yaml(value)}"])
     if document.problems:  # a number stood in the way, and was left alone
         assert document.data == data
         return

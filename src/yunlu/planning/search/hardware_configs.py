@@ -43,7 +43,7 @@ def group_offers(
         kind = (offer.device, offer.devices, network, most, offer.cloud == HERE)
         if kind not in places:
             places[kind] = len(configs)
-            configs.append(_rig(catalog, offer))
+            configs.append(_hardware_config(catalog, offer))
         for is_spot in (False, True) if spot and offer.spot_dollars_per_hour else (False,):
             price = Price(places[kind], offer, is_spot)
             key = (offer.cloud, offer.instance, price.config, is_spot)
@@ -76,7 +76,7 @@ def _undominated(
     )
 
 
-def _rig(catalog: Catalog, offer: Offer) -> HardwareConfig:
+def _hardware_config(catalog: Catalog, offer: Offer) -> HardwareConfig:
     device, network = catalog.device(offer.device), catalog.network_bytes_per_s(offer)
     return HardwareConfig(
         device=device.name,

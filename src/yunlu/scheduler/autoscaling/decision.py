@@ -7,19 +7,19 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from yunlu.scheduler.autoscaling.shopping import Basket, Shopper, shop, usable
-from yunlu.scheduler.autoscaling.values import Limits, Notes, Rules, Scaling
+from yunlu.scheduler.autoscaling.values import Limits, ScalingMemory, ScalingRules, Scaling
 from yunlu.scheduler.policy.values import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.scheduler.autoscaling.values import Lease, Offer
+    from yunlu.scheduler.autoscaling.values import NodeLease, NodeOffer
     from yunlu.scheduler.policy.values import Demand, PoolState
     from yunlu.scheduler.spot.values import Mode
 
-_NOTES = Notes()
+_NOTES = ScalingMemory()
 _LIMITS = Limits()
-_RULES = Rules()
+_RULES = ScalingRules()
 _LIMIT_WORDS = {
     "capacity": "no more machines of this kind can be had",
     "nodes": "the pool's limit of machines is reached",
@@ -32,12 +32,12 @@ _LIMIT_WORDS = {
 def decide_nodes(
     state: PoolState,
     *,
-    offers: Sequence[Offer],
-    leases: Sequence[Lease] = (),
+    offers: Sequence[NodeOffer],
+    leases: Sequence[NodeLease] = (),
     limits: Limits = _LIMITS,
-    rules: Rules = _RULES,
+    rules: ScalingRules = _RULES,
     modes: Mapping[str, Mode] | None = None,
-    notes: Notes = _NOTES,
+    notes: ScalingMemory = _NOTES,
 ) -> Scaling:
     """Decide anew from all that is known; the same inputs give the same answer.
 
@@ -77,14 +77,14 @@ def decide_nodes(
         reasons=reasons,
         sizes=dict(basket.sizes),
         dollars_per_hour=sum(known[key].dollars_per_hour * count for key, count in wanted.items()),
-        notes=Notes(wanting_since=wanting),
+        notes=ScalingMemory(wanting_since=wanting),
     )
 
 
 def _make_shopper(
     demand: Demand,
     now: float,
-    offers: Sequence[Offer],
+    offers: Sequence[NodeOffer],
     mode: Mode | None,
     places: Mapping[str, str],
 ) -> Shopper:
@@ -106,15 +106,15 @@ def _make_shopper(
 
 def _choose_release(
     now: float,
-    leases: Sequence[Lease],
+    leases: Sequence[NodeLease],
     *,
     wanted: Mapping[str, int],
-    known: Mapping[str, Offer],
+    known: Mapping[str, NodeOffer],
     limits: Limits,
-    rules: Rules,
-) -> list[Lease]:
+    rules: ScalingRules,
+) -> list[NodeLease]:
     """Idle machines beyond what is wanted, the longest idle first."""
-    release: list[Lease] = []
+    release: list[NodeLease] = []
     counts = Counter(lease.offer for lease in leases if not lease.is_leaving)
     idle = [lease for lease in leases if lease.idle_since is not None]
     for lease in sorted(idle, key=lambda lease: (lease.idle_since or 0.0, lease.name)):
@@ -130,14 +130,14 @@ def _choose_release(
 
 
 def _follow(
-    offer: Offer,
+    offer: NodeOffer,
     basket: Basket,
     *,
     held: int,
     kept: int,
     limits: Limits,
-    rules: Rules,
-    notes: Notes,
+    rules: ScalingRules,
+    notes: ScalingMemory,
     now: float,
     is_hurried: bool,
     wanting: dict[str, float],

@@ -19,7 +19,7 @@ from yunlu.scheduler.spot.values import Mode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from yunlu.scheduler.autoscaling.values import Limits, Offer, Rules
+    from yunlu.scheduler.autoscaling.values import Limits, NodeOffer, ScalingRules
     from yunlu.scheduler.policy.values import Demand
 
 _FREE_DOLLARS = 1e-6
@@ -31,7 +31,7 @@ _MOST_SIZES = 24
 class _Step:
     """One job grows to ``size`` on one offer."""
 
-    offer: Offer
+    offer: NodeOffer
     size: int
     nodes: int
     """More machines that this takes."""
@@ -54,12 +54,12 @@ class Basket:
     team_dollars: dict[str, float] = field(default_factory=dict[str, float])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
-    def nodes_for(self, offer: Offer, more: int) -> int:
+    def nodes_for(self, offer: NodeOffer, more: int) -> int:
         """Machines to add for so many devices more."""
         needed = math.ceil((self.devices.get(offer.key, 0) + more) / offer.devices)
         return max(0, needed - self.nodes.get(offer.key, 0))
 
-    def refuses(self, demand: Demand, offer: Offer, more: int) -> str | None:
+    def refuses(self, demand: Demand, offer: NodeOffer, more: int) -> str | None:
         """Which limit stands against it."""
         nodes = self.nodes_for(offer, more)
         if self.nodes.get(offer.key, 0) + nodes > offer.most:
@@ -73,7 +73,7 @@ class Basket:
             return "dollars"
         return self._team_refuses(demand.team, offer, more)
 
-    def _team_refuses(self, team: str, offer: Offer, more: int) -> str | None:
+    def _team_refuses(self, team: str, offer: NodeOffer, more: int) -> str | None:
         limit = self.limits.teams.get(team)
         if limit is None:
             return None
@@ -84,7 +84,7 @@ class Basket:
             return "team_dollars"
         return None
 
-    def take(self, demand: Demand, offer: Offer, more: int) -> None:
+    def take(self, demand: Demand, offer: NodeOffer, more: int) -> None:
         """Add devices for a job."""
         nodes = self.nodes_for(offer, more)
         self.nodes[offer.key] = self.nodes.get(offer.key, 0) + nodes
@@ -101,7 +101,7 @@ class Shopper:
     """One job looking for devices."""
 
     demand: Demand
-    offers: Sequence[Offer]
+    offers: Sequence[NodeOffer]
     """Those it may use."""
     waited_s: float
     need: float | None = None
@@ -111,7 +111,7 @@ class Shopper:
     held_offer: str | None = None
     """Where all that it holds comes from."""
     size: int = 0
-    offer: Offer | None = None
+    offer: NodeOffer | None = None
     rate: float = 0.0
     tables: dict[str, tuple[list[int], list[float]]] = field(
         default_factory=dict[str, tuple[list[int], list[float]]]
@@ -119,7 +119,7 @@ class Shopper:
     best: float = 0.0
     """Most useful samples per dollar that it could get anywhere, alone."""
 
-    def prepare(self, every: Iterable[Offer]) -> None:
+    def prepare(self, every: Iterable[NodeOffer]) -> None:
         """Ask the job's model about all sizes on all offers, also those that cannot be had now."""
         for offer in every:
             sizes = _sizes(self.demand, offer)
@@ -152,18 +152,18 @@ class Shopper:
             return min(stay or enough, key=lambda step: step.nodes * step.offer.dollars_per_hour)
         return max(steps, key=lambda step: step.gain, default=None)
 
-    def _is_held(self, size: int, offer: Offer | None) -> bool:
+    def _is_held(self, size: int, offer: NodeOffer | None) -> bool:
         """Whether it has just this, and need not restart for it."""
         is_there = offer is not None and offer.key == self.held_offer
         return is_there and size == self.demand.held.devices
 
-    def _needed(self, size: int, offer: Offer | None) -> float:
+    def _needed(self, size: int, offer: NodeOffer | None) -> float:
         """What the deadline asks for with this; nothing where there is none."""
         if self.need is None:
             return 0.0
         return min(self.need, self.need_held) if self._is_held(size, offer) else self.need
 
-    def _steps(self, offer: Offer, basket: Basket) -> Iterable[_Step]:
+    def _steps(self, offer: NodeOffer, basket: Basket) -> Iterable[_Step]:
         sizes, rates = self.tables.get(offer.key, ([], []))
         for size, rate in zip(sizes, rates, strict=True):
             if size <= self.size or rate <= self.rate:
@@ -182,7 +182,7 @@ class Shopper:
 
 
 def shop(
-    shoppers: Sequence[Shopper], basket: Basket, held: Mapping[str, int], rules: Rules
+    shoppers: Sequence[Shopper], basket: Basket, held: Mapping[str, int], rules: ScalingRules
 ) -> None:
     """Fill the basket: deadlines first, then priority, then the best dollar."""
     order = {id(shopper): place for place, shopper in enumerate(shoppers)}
@@ -222,7 +222,7 @@ def shop(
 
 
 def _least_worth(
-    shopper: Shopper, step: _Step, basket: Basket, held: Mapping[str, int], rules: Rules
+    shopper: Shopper, step: _Step, basket: Basket, held: Mapping[str, int], rules: ScalingRules
 ) -> float:
     """How good a dollar must be: less for what is held already, less for who has waited long."""
     worth = rules.worth
@@ -233,7 +233,7 @@ def _least_worth(
     return worth
 
 
-def usable(demand: Demand, offers: Sequence[Offer], mode: Mode | None) -> list[Offer]:
+def usable(demand: Demand, offers: Sequence[NodeOffer], mode: Mode | None) -> list[NodeOffer]:
     """Offers that this job may run on now; cheapest device first."""
     if mode is Mode.IDLE:
         return []
@@ -248,11 +248,11 @@ def usable(demand: Demand, offers: Sequence[Offer], mode: Mode | None) -> list[O
     return sorted(fit, key=_device_price)
 
 
-def _device_price(offer: Offer) -> float:
+def _device_price(offer: NodeOffer) -> float:
     return offer.dollars_per_hour / offer.devices
 
 
-def _sizes(demand: Demand, offer: Offer) -> list[int]:
+def _sizes(demand: Demand, offer: NodeOffer) -> list[int]:
     """Sizes worth asking about: doubling within a machine, then whole machines, then doubling."""
     if demand.types is not None and offer.type not in demand.types:
         return []

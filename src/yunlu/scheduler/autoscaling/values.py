@@ -16,7 +16,7 @@ BOOT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class NodeOffer:
     """Machines of one kind that can be had for a price."""
 
     key: str
@@ -31,7 +31,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class NodeLease:
     """A machine that is held, or on its way."""
 
     name: str
@@ -63,7 +63,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class ScalingRules:
     """When growing pays, and how calmly to follow."""
 
     worth: float = 0.5
@@ -82,7 +82,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notes:
+class ScalingMemory:
     """What one decision tells the next; empty at first, and safe to lose."""
 
     wanting_since: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -102,4 +102,4 @@ class Scaling:
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     """By job: the devices it was bought or kept machines for. The allocator decides anew."""
     dollars_per_hour: float = 0.0
-    notes: Notes = field(default_factory=Notes)
+    notes: ScalingMemory = field(default_factory=ScalingMemory)

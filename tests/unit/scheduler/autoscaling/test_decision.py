@@ -12,20 +12,20 @@ from yunlu.hardware.fleet import Placement
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.decision import decide_nodes
 from yunlu.scheduler.autoscaling.values import (
-    Lease,
+    NodeLease,
     Limits,
-    Notes,
-    Offer,
-    Rules,
+    ScalingMemory,
+    NodeOffer,
+    ScalingRules,
     Scaling,
     TeamLimit,
 )
 from yunlu.scheduler.policy.values import Demand, PoolState
 from yunlu.scheduler.spot.values import Mode
 
-AT_ONCE = Rules(grow_after_s=0.0)
-SPOT = Offer(key="spot", devices=1, dollars_per_hour=0.3, is_spot=True)
-DEMAND = Offer(key="on-demand", devices=1, dollars_per_hour=1.0)
+AT_ONCE = ScalingRules(grow_after_s=0.0)
+SPOT = NodeOffer(key="spot", devices=1, dollars_per_hour=0.3, is_spot=True)
+DEMAND = NodeOffer(key="on-demand", devices=1, dollars_per_hour=1.0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def job(name: str, **words: object) -> Demand:
     return Demand(**asked)  # pyright: ignore[reportArgumentType]
 
 
-def decide(*jobs: Demand, now: float = 0.0, rules: Rules = AT_ONCE, **words: object) -> Scaling:
+def decide(*jobs: Demand, now: float = 0.0, rules: ScalingRules = AT_ONCE, **words: object) -> Scaling:
     state = PoolState(now=now, nodes=(), jobs=jobs)
     given_words: dict[str, object] = {"offers": (SPOT, DEMAND), **words}
     return decide_nodes(state, rules=rules, **given_words)  # pyright: ignore[reportArgumentType]
@@ -98,7 +98,7 @@ def test_staying_needs_no_restart_but_another_offer_does() -> None:
     # 1e6 samples at 6 devices take 1,458 s: just in time for who stays, too late after a restart.
     speed = Amdahl()
     left_s = 1e6 / float(speed.goodput("", np.array([1]), np.array([6]))[0]) + 10.0
-    lease = Lease(name="n1", offer="on-demand", since=0.0)
+    lease = NodeLease(name="n1", offer="on-demand", since=0.0)
     asked = job("a", deadline_at=left_s, held=Placement((("n1", 6),)), restart_s=60.0)
     assert decide(asked, leases=(lease,), modes={"a": Mode.ON_DEMAND}).sizes["a"] == 6
     moved = decide(asked, leases=(replace(lease, offer="spot"),), modes={"a": Mode.ON_DEMAND})
@@ -125,7 +125,7 @@ def test_teams_are_held_to_their_limits() -> None:
 
 
 def test_growing_waits_whether_the_wish_lasts() -> None:
-    calm = Rules(grow_after_s=60.0)
+    calm = ScalingRules(grow_after_s=60.0)
     first = decide(job("a"), rules=calm)
     assert first.wanted == {}
     assert first.reasons["spot"].code == "waits"
@@ -134,14 +134,14 @@ def test_growing_waits_whether_the_wish_lasts() -> None:
     later = decide(job("a"), rules=calm, now=60.0, notes=early.notes)
     assert later.reasons["spot"].code == "grown"
     assert later.wanted["spot"] == later.sizes["a"]
-    assert decide(rules=calm, now=60.0, notes=early.notes).notes == Notes()
+    assert decide(rules=calm, now=60.0, notes=early.notes).notes == ScalingMemory()
 
 
 def test_idle_machines_go_after_a_while_and_busy_ones_never() -> None:
     leases = (
-        Lease(name="n1", offer="spot", since=0.0, idle_since=100.0),
-        Lease(name="n2", offer="spot", since=0.0),
-        Lease(name="n3", offer="spot", since=900.0, idle_since=900.0),
+        NodeLease(name="n1", offer="spot", since=0.0, idle_since=100.0),
+        NodeLease(name="n2", offer="spot", since=0.0),
+        NodeLease(name="n3", offer="spot", since=900.0, idle_since=900.0),
     )
     soon = decide(leases=leases, now=200.0)
     assert soon.release == ()
@@ -157,14 +157,14 @@ def test_idle_machines_go_after_a_while_and_busy_ones_never() -> None:
 
 def test_machines_that_leave_are_replaced() -> None:
     held = Placement((("n1", 1),))
-    leases = (Lease(name="n1", offer="spot", since=0.0, is_leaving=True),)
+    leases = (NodeLease(name="n1", offer="spot", since=0.0, is_leaving=True),)
     scaling = decide(job("a", held=held, max_devices=1), leases=leases)
     assert scaling.wanted == {"spot": 1}
     assert scaling.reasons["spot"].code == "grown"
 
 
 def test_big_machines_are_shared_before_more_are_bought() -> None:
-    big = Offer(key="big", devices=8, dollars_per_hour=8.0)
+    big = NodeOffer(key="big", devices=8, dollars_per_hour=8.0)
     scaling = decide(*(job(f"j{n}", max_devices=1) for n in range(8)), offers=(big,))
     assert scaling.wanted == {"big": 1}
     assert scaling.dollars_per_hour == pytest.approx(8.0)
@@ -172,7 +172,7 @@ def test_big_machines_are_shared_before_more_are_bought() -> None:
 
 offers_drawn = st.lists(
     st.builds(
-        Offer,
+        NodeOffer,
         key=st.sampled_from(["a", "b", "c", "d"]),
         devices=st.integers(1, 8),
         dollars_per_hour=st.floats(0.0, 10.0),
@@ -207,7 +207,7 @@ jobs_drawn = st.lists(
 )
 def test_no_limit_is_ever_exceeded(
     *,
-    offers: list[Offer],
+    offers: list[NodeOffer],
     asked: list[tuple[float, int, int, str, int, float | None]],
     nodes: int | None,
     dollars: float | None,
@@ -247,8 +247,8 @@ def test_no_limit_is_ever_exceeded(
 def test_a_dearer_offer_never_buys_more(price: float, dearer: float, serial: float) -> None:
     sizes: list[int] = []
     for factor in (1.0, dearer):
-        other = Offer(key="other", devices=1, dollars_per_hour=price)
-        mine = Offer(key="mine", devices=1, dollars_per_hour=price * factor)
+        other = NodeOffer(key="other", devices=1, dollars_per_hour=price)
+        mine = NodeOffer(key="mine", devices=1, dollars_per_hour=price * factor)
         scaling = decide(job("a", speed=Amdahl(serial=serial)), offers=(other, mine))
         sizes.append(scaling.wanted.get("mine", 0))
     assert sizes[1] <= max(sizes[0], 0) or dearer == 1.0

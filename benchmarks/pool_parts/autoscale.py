@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from benchmarks.pool_parts.autoscale_queue import Bill
     from yunlu.lab.spot.study import Standing
-    from yunlu.scheduler.spot.values import Market, Outcome
+    from yunlu.scheduler.spot.values import Market, SpotOutcome
 
 DEFAULT_FILE = (
     Path(__file__).resolve().parents[3]
@@ -71,7 +71,7 @@ def measure(zones: Sequence[Market], *, each: int, seed: int) -> list[Standing]:
     random = np.random.default_rng(seed)
     starts = draw_starts(zones, JOB, each=each, random=random)
     trials = run_trials(JOB, starts, with_optimum=True)
-    anywhere: list[Outcome] = run_zones(JOB, zones, [start for _, start in starts])
+    anywhere: list[SpotOutcome] = run_zones(JOB, zones, [start for _, start in starts])
     return [*rank(trials), summarise("planned, any zone", anywhere)]
 
 

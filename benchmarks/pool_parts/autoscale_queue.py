@@ -12,7 +12,7 @@ from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.replay import replay
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.decision import decide_nodes
-from yunlu.scheduler.autoscaling.values import NodeLease, ScalingMemory, NodeOffer, ScalingRules
+from yunlu.scheduler.autoscaling.values import NodeLease, NodeOffer, ScalingMemory, ScalingRules
 from yunlu.scheduler.policy.values import Demand, PoolState
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.pool_parts.evidence import read_profiles
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.allocator import Allocator
@@ -65,7 +65,7 @@ def measure(folder: Path, say: Callable[[str], None], *, scales: tuple[int, ...]
                 read_profiles(folder),
                 parse_cluster(f"{16 * scale}x4"),
                 timed,
-                rules=Rules(is_shared=True),
+                rules=SimulationRules(is_shared=True),
                 estimator=Fitter(),
             )
         mean_ms = 1e3 * float(np.mean(timed.took_s))

@@ -15,7 +15,7 @@ from yunlu.lab.simulation import simulator
 from yunlu.lab.simulation.contestants import make_contestant
 from yunlu.lab.simulation.job import SimulatedJob
 from yunlu.lab.simulation.profiles import Application, Epochs, Profiles
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.step_times import StepTimes
 from yunlu.lab.simulation.workload import Submission, Workload
@@ -91,7 +91,7 @@ def foretell(
         for arrival in queue
     )
     contestant = make_contestant(policy)
-    rules = Rules(interval_s=round_s, is_event_driven=True, restart_s=resize_s)
+    rules = SimulationRules(interval_s=round_s, is_event_driven=True, restart_s=resize_s)
     with _slow_starts({name: each.overhead_s for name, each in measured.items()}):
         outcome = simulate(
             Workload("live", jobs),

@@ -15,7 +15,7 @@ from benchmarks.pool_parts.evidence import (
 )
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.outcome import SimulationOutcome
 
     Say = Callable[[str], None]
 
@@ -65,7 +65,7 @@ def run_ours(
     load: float = 1.0,
     knowledge: Knowledge = FULL,
     trouble: Trouble | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """One workload under the policy ``yunlu``, with its own defaults."""
     options = AllocatorOptions(learns_from_programs=knowledge.learns_lengths)
     return simulate(
@@ -73,7 +73,9 @@ def run_ours(
         read_profiles(folder),
         parse_cluster(CLUSTER),
         Allocator(options),
-        rules=Rules(is_shared=knowledge.is_shared, declares_length=knowledge.declares_length),
+        rules=SimulationRules(
+            is_shared=knowledge.is_shared, declares_length=knowledge.declares_length
+        ),
         estimator=Fitter(),
         trouble=trouble or Trouble(),
     )
@@ -108,7 +110,7 @@ def check_simulator(folder: Path, workloads: Sequence[int], say: Say) -> list[Fi
 
 def compare(folder: Path, workloads: Sequence[int], load: float, say: Say) -> list[Figure]:
     """Our policy against what was published of Pollux, at one load."""
-    ours: list[Outcome] = []
+    ours: list[SimulationOutcome] = []
     theirs = [read_published(folder, "pollux", number, load) for number in workloads]
     for number in workloads:
         say(f"load {load}: yunlu on workload {number}")
@@ -175,7 +177,7 @@ def compare_robust(folder: Path, workloads: Sequence[int], say: Say) -> list[Fig
 def _compare_tails(
     folder: Path,
     workloads: Sequence[int],
-    ours: Sequence[Outcome],
+    ours: Sequence[SimulationOutcome],
     theirs: Sequence[dict[str, float]],
 ) -> list[Figure]:
     tails = _mean(float(np.percentile(list(jcts.values()), 99)) for jcts in theirs)

@@ -16,7 +16,7 @@ from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles, mixed_nodes
 from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.outcome import SimulationOutcome
     from yunlu.lab.simulation.workload import Workload
 
 _LARGEST = 32
@@ -37,8 +37,8 @@ class Duel:
     """One workload under both."""
 
     workload: str
-    ours: Outcome
-    sia: Outcome
+    ours: SimulationOutcome
+    sia: SimulationOutcome
 
 
 def find_workloads(evidence: Path) -> list[str]:
@@ -52,17 +52,17 @@ def fight(evidence: Path, name: str) -> Duel:
     return Duel(workload=name, ours=replay_ours(evidence, name), sia=replay_sia(evidence, name))
 
 
-def replay_ours(evidence: Path, name: str) -> Outcome:
+def replay_ours(evidence: Path, name: str) -> SimulationOutcome:
     """With lengths declared and one store of timings per application."""
     return _replay(evidence, name, "yunlu")
 
 
-def replay_sia(evidence: Path, name: str) -> Outcome:
+def replay_sia(evidence: Path, name: str) -> SimulationOutcome:
     """With what Sia's scheduler knows."""
     return _replay(evidence, name, "sia")
 
 
-def _replay(evidence: Path, name: str, policy: str) -> Outcome:
+def _replay(evidence: Path, name: str, policy: str) -> SimulationOutcome:
     workload = load_workload(evidence / "sia" / "workloads" / f"{name}.csv")
     return _simulate(evidence, workload, policy)
 
@@ -155,7 +155,7 @@ def _simulate(
     *,
     scale: int = 1,
     timed: Timed | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     names = {job.application for job in workload.jobs}
     folder, nodes = evidence / "sia" / "profiles", mixed_nodes(scale)
     contestant = make_mixed_contestant(name, folder, names, nodes, SLOWDOWN)
@@ -164,6 +164,6 @@ def _simulate(
         load_mixed_profiles(folder, names),
         nodes,
         timed or contestant.policy,
-        rules=contestant.bend(bend_to_sia(Rules())),
+        rules=contestant.bend(bend_to_sia(SimulationRules())),
         estimator=contestant.estimator,
     )

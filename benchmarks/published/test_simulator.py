@@ -17,9 +17,9 @@ from yunlu.lab.simulation.mixed import (
     mixed_nodes,
 )
 from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
-from yunlu.lab.simulation.outcome import Outcome
+from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -33,7 +33,7 @@ def profiles() -> Profiles:
     return load_profiles(PUBLIC / "profiles")
 
 
-def replay(profiles: Profiles, policy: str, workload: int, load: str = "") -> Outcome:
+def replay(profiles: Profiles, policy: str, workload: int, load: str = "") -> SimulationOutcome:
     path = PUBLIC / f"workloads{load}" / f"workload-{workload}.csv"
     return simulate(load_workload(path), profiles, parse_cluster("16x4"), BASELINES[policy]())
 
@@ -79,7 +79,7 @@ def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
     workload = load_workload(SIA / "workloads" / "philly" / "workload-6.csv")
     names = {job.application for job in workload.jobs}
     nodes = mixed_nodes()
-    found: dict[str, Outcome] = {}
+    found: dict[str, SimulationOutcome] = {}
     for policy in ("sia", "yunlu"):
         contestant = make_mixed_contestant(policy, SIA / "profiles", names, nodes, SLOWDOWN)
         found[policy] = simulate(
@@ -87,7 +87,7 @@ def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
             load_mixed_profiles(SIA / "profiles", names),
             nodes,
             contestant.policy,
-            rules=contestant.bend(bend_to_sia(Rules())),
+            rules=contestant.bend(bend_to_sia(SimulationRules())),
             estimator=contestant.estimator,
         )
     # Sia's own simulator: 0.598 h on average, p99 8.36 h, 4.64 restarts of each job.

@@ -50,7 +50,7 @@ def _begin():
 
 
 # What other programs leave of the machine would decide otherwise.
-pace.measure_turns = lambda *_: 10.0 if _slow_s else 100.0
+compute_pace.measure_turns = lambda *_: 10.0 if _slow_s else 100.0
 os.register_at_fork(before=_count, after_in_child=_begin)
 
 

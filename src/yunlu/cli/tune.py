@@ -108,7 +108,9 @@ def _read_job(job: str, overrides: tuple[str, ...], options: dict[str, Any]) -> 
     # In this order: --set search={...} --stop median --set search.stop.trials=3.
     whole = [override for override in overrides if override.startswith("search=")]
     inside = [override for override in overrides if override.startswith("search.")]
-    plain = load_job(job, overrides=[each for each in overrides if each not in inside])
+    plain = load_job(
+        job, overrides=[one_override for one_override in overrides if one_override not in inside]
+    )
     if plain.search is None and not inside:
         raise JobError(
             f"{job} has no search section: nothing in it varies.",

@@ -102,7 +102,7 @@ class ClientContract:
         client = self.make_client()
         run = self._finish(client)
         listed = check_value(client.ps())
-        assert [each.id for each in listed.runs] == [run]
+        assert [one_run.id for one_run in listed.runs] == [run]
         assert check_value(client.run("last")).id == check_value(client.run(run[:-2])).id == run
         details = check_value(client.show(run))
         assert details.state is RunState.FINISHED

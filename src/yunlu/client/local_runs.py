@@ -246,7 +246,9 @@ class LocalRuns:
         store = find_run(run)
         html = store.read(Document.REPORT_PAGE)
         if html is None:
-            raise StoreError(f"{store.id} has no report yet", hint=f"yunlu report {store.id} writes it")
+            raise StoreError(
+                f"{store.id} has no report yet", hint=f"yunlu report {store.id} writes it"
+            )
         location = str(store.location(Document.REPORT_PAGE))
         return ReportPage(location=location, html=html.decode("utf-8"))
 

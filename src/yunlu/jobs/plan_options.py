@@ -160,9 +160,7 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
     return _RULES[optimizer.name]
 
 
-def _work(
-    job: Job, found: JobShape, seq: int
-) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
+def _work(job: Job, found: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
     """How much there is to do, and the batches it may be done in."""
     train, notes = job.train, list[str]()
     amounts: DatasetSize | None = None

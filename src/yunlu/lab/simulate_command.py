@@ -20,7 +20,7 @@ from yunlu.lab.simulation.figures import check_plot_directory, write_plots
 from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.profiles import load_profiles
-from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.lab.simulation.workload import load_workloads
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
     from yunlu.lab.simulation.contestants import Contestant
-    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.outcome import SimulationOutcome
     from yunlu.lab.simulation.profiles import Profiles
     from yunlu.lab.simulation.workload import Workload
 
-    Runs = dict[str, list[Outcome]]
+    Runs = dict[str, list[SimulationOutcome]]
 
 _COLUMNS = (
     "policy", "average", "", "median", "p99", "makespan", "waiting",
@@ -86,7 +86,7 @@ def simulate(
         plot: Draw pictures into this directory.
         json: Print one JSON line for each workload and policy.
     """
-    rules = Rules(
+    rules = SimulationRules(
         interval_s=_whole(interval),
         restart_s=_whole(restart),
         is_event_driven=events,
@@ -100,7 +100,7 @@ def simulate(
         interference=interference,
     )
     _check(rules, trouble)
-    names = [name.strip() for words in policy for name in words.split(",") if name.strip()]
+    names = [name.strip() for text in policy for name in text.split(",") if name.strip()]
     if not names:
         raise SimulationError(f"--policy: name a policy; known: {', '.join(CONTESTANTS)}.")
     nodes = parse_cluster(cluster)
@@ -131,7 +131,7 @@ def simulate(
         trouble=trouble,
     )
     if json:
-        for outcome in (each for outcomes in runs.values() for each in outcomes):
+        for outcome in (one_outcome for outcomes in runs.values() for one_outcome in outcomes):
             print_json({**outcome.summary(), "jct_s": outcome.jct_s})
     else:
         _print_page(make_console(), runs, nodes)
@@ -148,7 +148,7 @@ def _run_all(
     profiles: Profiles,
     nodes: Sequence[Node],
     *,
-    rules: Rules,
+    rules: SimulationRules,
     trouble: Trouble,
 ) -> Runs:
     runs: Runs = {}
@@ -196,8 +196,8 @@ def _print_page(console: Console, runs: Runs, nodes: Sequence[Node]) -> None:
         console.print(indented(_workload_table(runs, workloads)))
     first = next(iter(runs))
     if len(runs) > 1:
-        words = "; other figures are means over workloads" if len(workloads) > 1 else ""
-        console.print(f"\n ratios are to {first}{words}", style="dim")
+        text = "; other figures are means over workloads" if len(workloads) > 1 else ""
+        console.print(f"\n ratios are to {first}{text}", style="dim")
 
 
 def _table(runs: Runs) -> Table:
@@ -237,20 +237,20 @@ def _workload_table(runs: Runs, workloads: Sequence[str]) -> Table:
     for name in runs:
         table.add_column(name, justify="right", no_wrap=True)
     reference = next(iter(runs.values()))
-    for place, workload in enumerate(workloads):
+    for index, workload in enumerate(workloads):
         cells: list[Text] = []
         for outcomes in runs.values():
-            average = outcomes[place].average_s
-            ratio = _ratio(average, reference[place].average_s)
+            average = outcomes[index].average_s
+            ratio = _ratio(average, reference[index].average_s)
             cells.append(Text.assemble(f"{average:,.0f}", (f" {ratio}", "dim")))
         table.add_row(workload, *cells)
     return table
 
 
-def _means(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
+def _means(outcomes: Sequence[SimulationOutcome]) -> Mapping[str, float]:
     summaries: list[dict[str, Any]] = [outcome.summary() for outcome in outcomes]
     return {
-        name: sum(each[name] for each in summaries) / len(summaries)
+        name: sum(summary[name] for summary in summaries) / len(summaries)
         for name, value in summaries[0].items()
         if not isinstance(value, str)
     }
@@ -269,7 +269,7 @@ def _whole(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
-def _check(rules: Rules, trouble: Trouble) -> None:
+def _check(rules: SimulationRules, trouble: Trouble) -> None:
     limits = (
         ("--interval", rules.interval_s, rules.interval_s > 0, "above 0"),
         ("--restart", rules.restart_s, rules.restart_s >= 0, "at least 0"),
@@ -278,6 +278,6 @@ def _check(rules: Rules, trouble: Trouble) -> None:
         ("--step-noise", trouble.step_noise, 0 <= trouble.step_noise < 1, "from 0 to below 1"),
         ("--interference", trouble.interference, 0 <= trouble.interference < 1, "from 0 to below 1"),
     )  # fmt: skip
-    for option, value, is_good, words in limits:
+    for option, value, is_good, text in limits:
         if not is_good or not math.isfinite(value):
-            raise SimulationError(f"{option}: {value:g} is not {words}.")
+            raise SimulationError(f"{option}: {value:g} is not {text}.")

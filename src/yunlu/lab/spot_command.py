@@ -81,12 +81,14 @@ def spot(
         check_spot_plot(plot)
     random = np.random.default_rng(seed)
     markets = _read(trace, price=price, instance=instance, zone=zone, below=below)
-    markets = [each for each in markets if len(each) * each.step_s > job.deadline_s] or markets
+    markets = [
+        market for market in markets if len(market) * market.step_s > job.deadline_s
+    ] or markets
     if interruptions:
         from yunlu.lab.spot.interruptions import interrupt  # noqa: PLC0415
         from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
 
-        markets = [interrupt(each, PRIOR, random=random) for each in markets]
+        markets = [interrupt(market, PRIOR, random=random) for market in markets]
     begun = draw_starts(markets, job, each=starts, random=random)
     trials = run_trials(job, begun, knows_past=past, with_optimum=optimum)
     standings = rank(trials)
@@ -94,7 +96,7 @@ def spot(
         from yunlu.lab.spot.plot import write_spot_plot  # noqa: PLC0415
 
         write_spot_plot(
-            job, trials, dict(zip([each.name for each in markets], markets, strict=True)), plot
+            job, trials, dict(zip([market.name for market in markets], markets, strict=True)), plot
         )
     if json:
         record: dict[str, Any] = {
@@ -102,7 +104,7 @@ def spot(
             "zones": len(markets),
             "trials": len(trials),
             "seed": seed,
-            "policies": [asdict(each) for each in standings],
+            "policies": [asdict(standing) for standing in standings],
         }
         print_json(record)
         return 0
@@ -173,14 +175,14 @@ def _table(standings: Sequence[Standing]) -> Table:
     table.add_column("policy", no_wrap=True)
     for head in ("cost / on-demand", "worst", "late", "starts", "time on spot"):
         table.add_column(head, justify="right")
-    for each in standings:
-        is_known = each.starts == each.starts
+    for standing in standings:
+        is_known = standing.starts == standing.starts
         table.add_row(
-            each.policy,
-            f"{each.ratio:.3f}",
-            f"{each.worst_ratio:.3f}",
-            str(each.late),
-            f"{each.starts:.1f}" if is_known else "–",
-            f"{each.spot_share:.0%}" if is_known else "–",
+            standing.policy,
+            f"{standing.ratio:.3f}",
+            f"{standing.worst_ratio:.3f}",
+            str(standing.late),
+            f"{standing.starts:.1f}" if is_known else "–",
+            f"{standing.spot_share:.0%}" if is_known else "–",
         )
     return table

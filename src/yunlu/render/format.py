@@ -119,9 +119,13 @@ def shorten(fields: Iterable[str]) -> dict[str, str]:
     parts = {field: field.split(".") for field in fields}
     short: dict[str, str] = {}
     for field, own in parts.items():
-        others = [each for other, each in parts.items() if other != field]
+        others = [item for other, item in parts.items() if other != field]
         count = next(
-            (n for n in range(1, len(own)) if not any(own[-n:] == each[-n:] for each in others)),
+            (
+                n
+                for n in range(1, len(own))
+                if not any(own[-n:] == one_other[-n:] for one_other in others)
+            ),
             len(own),
         )
         short[field] = ".".join(own[-count:])

@@ -41,7 +41,7 @@ def write_plan_plot(outcome: PlanOutcome, path: Path, *, title: str) -> None:
 
 def _render_page(outcome: PlanOutcome, svg: str, title: str) -> str:
     """The plot with the table below it, in one file."""
-    rows = "".join(_row(place, option) for place, option in enumerate(outcome.options, start=1))
+    rows = "".join(_row(index, option) for index, option in enumerate(outcome.options, start=1))
     notes = "".join(
         f"<p>{escape(note)}</p>" for note in (*outcome.options.problems, *outcome.options.notes)
     )

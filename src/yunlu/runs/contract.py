@@ -114,9 +114,9 @@ class RunStoreContract:
         offsets = [offset for _, offset in entries]
         assert offsets == sorted({*offsets})
         assert offsets[-1] == log_end(run, Log.METRICS)
-        for place, offset in enumerate(offsets, 1):
+        for index, offset in enumerate(offsets, 1):
             rest = [record for record, _ in run.read_log(Log.METRICS, offset=offset)]
-            assert rest == records[place:]
+            assert rest == records[index:]
         assert last_record(run, Log.METRICS) == records[-1]
         assert list(run.read_log(Log.EVENTS)) == []
 

@@ -304,14 +304,14 @@ def _undo(view: RunView, *, before: int, to_step: int) -> dict[str, Any]:
     """The run went back to a step: what was written before that place about later ones is void."""
     return {
         "scored": tuple(
-            (place, event)
-            for place, event in view.scored
-            if place >= before or event.step <= to_step
+            (index, event)
+            for index, event in view.scored
+            if index >= before or event.step <= to_step
         ),
         "saved": tuple(
-            (place, event)
-            for place, event in view.saved
-            if place >= before or event.step <= to_step
+            (index, event)
+            for index, event in view.saved
+            if index >= before or event.step <= to_step
         ),
     }
 

@@ -262,9 +262,7 @@ class Scheduler:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [s for s in scheduled_runs if find_held(s, there) or (s.may_move and not s.rests)]
-        demands = [
-            make_demand(s, self.speeds.tell(s, types), self.clock, there) for s in wanting
-        ]
+        demands = [make_demand(s, self.speeds.tell(s, types), self.clock, there) for s in wanting]
         return PoolState(
             now=self.clock.now(),
             nodes=self.nodes,

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from yunlu.executors.executor import NodeScaling, name_kind
 from yunlu.scheduler.autoscaling.decision import decide_nodes
-from yunlu.scheduler.autoscaling.values import NodeLease, Limits, ScalingMemory, NodeOffer, ScalingRules, TeamLimit
+from yunlu.scheduler.autoscaling.values import (
+    Limits,
+    NodeLease,
+    NodeOffer,
+    ScalingMemory,
+    ScalingRules,
+    TeamLimit,
+)
 from yunlu.scheduler.pending_nodes import PendingNodes
 
 if TYPE_CHECKING:

@@ -25,17 +25,17 @@ def make_distributions(
 ) -> tuple[dict[str, BaseDistribution], bool]:
     """Optuna's distribution of each parameter, and whether the values come back as they are."""
     known = {dimension.name: dimension for dimension in dimensions}
-    found: dict[str, BaseDistribution] = {}
+    result: dict[str, BaseDistribution] = {}
     is_exact = True
     for name, value in params.items():
         distribution = _distribution(known[name], value) if name in known else None
         if distribution is None:
             is_exact = False
             continue
-        found[name] = distribution
+        result[name] = distribution
         back = distribution.to_external_repr(distribution.to_internal_repr(value))
         is_exact = is_exact and back == value and type(back) is type(value)
-    return found, is_exact
+    return result, is_exact
 
 
 def _distribution(dimension: Dimension, value: ParamValue) -> BaseDistribution | None:

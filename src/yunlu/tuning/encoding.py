@@ -126,10 +126,10 @@ class Encoder:
 
     def _exists(self, units: Array) -> list[Mask]:
         """For each dimension, in which rows it exists."""
-        found: dict[int, Mask] = {}
+        result: dict[int, Mask] = {}
         for at in range(len(self._axes)):
-            self._find_existing(at, units, found)
-        return [found[at] for at in range(len(self._axes))]
+            self._find_existing(at, units, result)
+        return [result[at] for at in range(len(self._axes))]
 
     def _find_existing(self, at: int, units: Array, found: dict[int, Mask]) -> Mask:
         if at not in found:

@@ -27,7 +27,7 @@ def read_numbers(value: Any) -> list[float]:
         if isinstance(value, str | bytes):
             raise TypeError
         has_parts = hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0
-        return [float(each) for each in value] if has_parts else [float(value)]
+        return [float(item) for item in value] if has_parts else [float(value)]
     except (TypeError, ValueError):
         raise StudyError(
             f"a trial was told to have the value {value!r}, which is not a number",

@@ -247,23 +247,23 @@ class _Forecaster:
 
     def _count_trials(self) -> tuple[Interval, Bound]:
         """How many, and what says so: the tightest of all limits."""
-        found: list[tuple[Interval, Bound]] = []
+        matches: list[tuple[Interval, Bound]] = []
         if self.search.trials is not None:
-            found.append((_exact(self.search.trials), "trials"))
+            matches.append((_exact(self.search.trials), "trials"))
         if (settings := count_space(self.search)) is not None:
-            found.append((_exact(settings), "space"))
+            matches.append((_exact(settings), "space"))
         if (population := count_population(self.search, self.rungs)) is not None:
-            found.append((_exact(population), "population"))
+            matches.append((_exact(population), "population"))
         if self.trial is not None:
             limit_s = self._deadline_s()
             if limit_s is not None:
-                found.append((self._buy(limit_s, self._makespan_s), "deadline"))
+                matches.append((self._buy(limit_s, self._makespan_s), "deadline"))
             if self.search.budget is not None and self.price:
                 limit_s = self.search.budget / self.price * 3600 * self.devices
-                found.append((self._buy(limit_s, self._device_s), "budget"))
-        if not found:
+                matches.append((self._buy(limit_s, self._device_s), "budget"))
+        if not matches:
             return _exact(EXAMPLE_TRIALS), "nothing"
-        return min(found, key=lambda each: each[0].value)
+        return min(matches, key=lambda item: item[0].value)
 
     def _buy(self, limit_s: float, cost_s: _Cost) -> Interval:
         """Trials that can be had for so much, if they cost what is expected, and if more or less."""

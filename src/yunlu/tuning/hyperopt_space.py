@@ -31,13 +31,13 @@ def from_hyperopt(space: Any) -> dict[str, DimensionSpec]:
     are left out, of ``hp.qloguniform`` and ``hp.qlognormal`` any step but whole numbers; normal
     distributions become ranges of three deviations to either side, believed likely in the middle.
     """
-    found: dict[str, DimensionSpec] = {}
-    _read(space, "", {}, found)
-    if not found:
+    result: dict[str, DimensionSpec] = {}
+    _read(space, "", {}, result)
+    if not result:
         raise JobError(
             "The Hyperopt space is empty.", hint="give it such as {'train.l2': hp.uniform(...)}"
         )
-    return found
+    return result
 
 
 def _read(node: Any, name: str, when: dict[str, Any], found: dict[str, DimensionSpec]) -> None:

@@ -67,16 +67,18 @@ def rank_trials_by_value(finals: Mapping[int, float]) -> dict[int, float]:
 
 def compute_importance(view: StudyView) -> Importance | None:
     """The importance of each dimension; None with too few trials to tell."""
-    shown = [each.trial for each in view.trials if each.state is not TrialState.FAILED]
+    shown = [
+        one_trial.trial for one_trial in view.trials if one_trial.state is not TrialState.FAILED
+    ]
     ranks = rank_trials_by_value(expect_finals(shown))
     trials = [trial for trial in shown if trial.number in ranks]
-    varied = [each for each in view.dimensions if _varies(each.name, trials)]
+    varied = [dimension for dimension in view.dimensions if _varies(dimension.name, trials)]
     if len(trials) < FEWEST or not varied:
         return None
-    whole = all(each.name in trial.params for each in varied for trial in trials)
+    whole = all(item.name in trial.params for item in varied for trial in trials)
     evaluator = "fanova" if whole and find_spec("sklearn") is not None else "ped-anova"
     shares = _evaluate(evaluator, varied, trials, ranks)
-    idle = {each.name: 0.0 for each in view.dimensions if each not in varied}
+    idle = {dimension.name: 0.0 for dimension in view.dimensions if dimension not in varied}
     ordered = sorted({**shares, **idle}.items(), key=lambda entry: -entry[1])
     return Importance(shares=dict(ordered), evaluator=evaluator, trials=len(trials))
 
@@ -84,9 +86,9 @@ def compute_importance(view: StudyView) -> Importance | None:
 def place_on(dimension: Dimension, value: ParamValue) -> float:
     """Where a value lies on its dimension: 0 at the low end, 1 at the high one; choices by order."""
     if dimension.choices:
-        known = [str(each) for each in dimension.choices]
-        found = known.index(str(value)) if str(value) in known else len(known) - 1
-        return found / max(len(known) - 1, 1)
+        known = [str(choice) for choice in dimension.choices]
+        result = known.index(str(value)) if str(value) in known else len(known) - 1
+        return result / max(len(known) - 1, 1)
     low, high, at = dimension.low, dimension.high, float(value or 0)
     if dimension.log:
         low, high, at = math.log(low), math.log(high), math.log(max(at, 1e-300))
@@ -113,16 +115,16 @@ def _evaluate(
     import optuna  # noqa: PLC0415 (slow to import)
     from optuna import importance  # noqa: PLC0415
 
-    spread: dict[str, Any] = {each.name: _distribution(each, trials) for each in varied}
+    spread: dict[str, Any] = {item.name: _distribution(item, trials) for item in varied}
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         study = optuna.create_study()
         for trial in trials:
-            here = {each.name: each for each in varied if each.name in trial.params}
+            here = {item.name: item for item in varied if item.name in trial.params}
             study.add_trial(
                 optuna.trial.create_trial(
-                    params={name: _coordinate(each, trial) for name, each in here.items()},
+                    params={name: _coordinate(item, trial) for name, item in here.items()},
                     distributions={name: spread[name] for name in here},
                     value=ranks[trial.number],
                 )
@@ -136,8 +138,8 @@ def _evaluate(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = importance.get_param_importances(study, evaluator=judge)
-        return {name: float(share) for name, share in found.items()}
+            param_importances = importance.get_param_importances(study, evaluator=judge)
+        return {name: float(share) for name, share in param_importances.items()}
     finally:
         optuna.logging.set_verbosity(before)
 
@@ -148,7 +150,7 @@ def _distribution(dimension: Dimension, trials: Sequence[Trial]) -> Any:
     if dimension.choices:
         tried = [trial.params[dimension.name] for trial in trials if dimension.name in trial.params]
         return CategoricalDistribution(
-            tuple(dict.fromkeys(str(each) for each in (*dimension.choices, *tried)))
+            tuple(dict.fromkeys(str(item) for item in (*dimension.choices, *tried)))
         )
     # Positions, not values: a forest splits a learning rate in the middle of its logarithm.
     slots = [place_on(dimension, trial.params[dimension.name]) for trial in trials

@@ -81,9 +81,11 @@ class Records:
     def refresh(self) -> None:
         """Read what another process has written since; ended trials are not read again."""
         with self._lock:
-            found = self._storage.get_all_trials(self._study, deepcopy=False)
-            self._ids = [trial._trial_id for trial in found]
-            self._facts = [self._over.get(trial.number) or self._read(trial) for trial in found]
+            all_trials = self._storage.get_all_trials(self._study, deepcopy=False)
+            self._ids = [trial._trial_id for trial in all_trials]
+            self._facts = [
+                self._over.get(trial.number) or self._read(trial) for trial in all_trials
+            ]
             self._over = {facts.number: facts for facts in self._facts if facts.state.is_over}
 
     def facts(self) -> list[TrialFacts]:
@@ -102,7 +104,7 @@ class Records:
     def view(self) -> StudyView:
         """The study as of now."""
         request, status, facts = self.request, self.dir.read_status(), self.facts()
-        dollars = [each.dollars for each in facts if each.dollars is not None]
+        dollars = [fact.dollars for fact in facts if fact.dollars is not None]
         best = find_best(facts)
         is_single = len(request.metrics) == 1
         deadline = request.deadline_s
@@ -129,7 +131,7 @@ class Records:
             began_at=status.began_at,
             ended_at=status.ended_at,
             idle_s=status.idle_s,
-            spent_s=sum(each.device_seconds for each in facts),
+            spent_s=sum(fact.device_seconds for fact in facts),
             spent_dollars=sum(dollars) if dollars else None,
             trials_limit=request.trials,
             dollars_limit=request.dollars,

@@ -43,8 +43,8 @@ def measure_training(job: Job, search: SearchSpec, *, probes: bool) -> TrainingS
             hint="name data.validation, or hold out a share (data.split.validation)",
         )
     named = tuple(plan.best_metric if name == "auto" else name for name in metrics)
-    told = math.ceil(plan.steps / plan.evaluate_every - 1e-9)
-    return TrainingShape(metrics=named, rungs=rungs or told, plan=plan)
+    result = math.ceil(plan.steps / plan.evaluate_every - 1e-9)
+    return TrainingShape(metrics=named, rungs=rungs or result, plan=plan)
 
 
 def _longest(job: Job, search: SearchSpec) -> Job:

@@ -104,7 +104,9 @@ def prepare_study(
     training = measure_training(job, search, probes=probes)
     # Without a price, the cost of a trial is its device time, and is named so.
     unpriced = {"cost": "seconds"} if price is None else {}
-    metrics = tuple(dict.fromkeys(unpriced.get(each, each) for each in training.metrics))
+    metrics = tuple(
+        dict.fromkeys(unpriced.get(one_metric, one_metric) for one_metric in training.metrics)
+    )
     directions = tuple(direction_of(metric, search.direction) for metric in metrics)
     method, stop = name_method(search, len(metrics))
     return make_study_request(

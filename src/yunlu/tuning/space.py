@@ -118,7 +118,9 @@ class SettingCheck:
             spec = self._space.get(name)
             values[name] = decode_value(spec, value) if spec else value
         try:
-            return [each.text for each in self._constraints if not each.holds(values)]
+            return [
+                constraint.text for constraint in self._constraints if not constraint.holds(values)
+            ]
         except UnclearConstraintError as error:
             raise JobError(f"A constraint of the search cannot be computed: {error}.") from None
 
@@ -258,8 +260,8 @@ def _check_value(
 
 
 def _words(error: ValidationError) -> str:
-    found = explain(error)[0]
-    return f"{show_path(found.path)}: {found.message}"
+    result = explain(error)[0]
+    return f"{show_path(result.path)}: {result.message}"
 
 
 def _show(params: Params) -> str:

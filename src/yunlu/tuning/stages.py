@@ -107,12 +107,14 @@ def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage,
 
 def count_space(search: SearchSpec) -> int | None:
     """The settings of a space at most; None where one field may be any number."""
-    points = {name: each.count for name, each in search.space.items() if each.count}
+    points = {name: item.count for name, item in search.space.items() if item.count}
     points = points if search.method == "grid" else {}
     dimensions = make_dimensions(search)
-    counts = [len(list_values(each, points=points.get(each.name))) for each in dimensions]
+    counts = [
+        len(list_values(dimension, points=points.get(dimension.name))) for dimension in dimensions
+    ]
     whole = prod(counts)
-    if 0 < whole <= _FEW and any(each.when for each in dimensions):
+    if 0 < whole <= _FEW and any(dimension.when for dimension in dimensions):
         return sum(1 for _ in list_settings(dimensions, points))
     return whole or None
 

@@ -146,9 +146,9 @@ class Study:
         if request.forecast is not None:
             return StudyForecast.model_validate(request.forecast)
         slots = slots or find_slots(devices=request.devices)
-        told = predict_study(request, devices=slots.devices)
-        self._records.change(forecast=told.model_dump(mode="json"))
-        return told
+        study = predict_study(request, devices=slots.devices)
+        self._records.change(forecast=study.model_dump(mode="json"))
+        return study
 
     def close(self) -> None:
         """Let another process have it."""
@@ -297,7 +297,7 @@ class Study:
 
     def _refuse_failures(self) -> None:
         facts = self._records.facts()
-        failed = [each for each in facts if each.state is TrialState.FAILED]
+        failed = [fact for fact in facts if fact.state is TrialState.FAILED]
         if not failed:
             return
         try:
@@ -346,16 +346,16 @@ class Study:
             began_at, idle_s = status.began_at or now, status.idle_until(now)
             self._note("running", began_at=began_at, idle_s=idle_s, ended_at=None)
             self._abandoned = [
-                each.number for each in known if not each.state.is_over and each.run is None
+                item.number for item in known if not item.state.is_over and item.run is None
             ]
 
     def _point(self, value: float | Sequence[float]) -> Point:
         directions = self._records.request.directions
         values = read_numbers(value)
         if len(values) != len(directions):
-            words = "1 objective" if len(directions) == 1 else f"{len(directions)} objectives"
+            text = "1 objective" if len(directions) == 1 else f"{len(directions)} objectives"
             were = "was" if len(values) == 1 else "were"
-            raise StudyError(f"{self.name} has {words}, and {len(values)} {were} told")
+            raise StudyError(f"{self.name} has {text}, and {len(values)} {were} told")
         return Point(1, turn_values(values, directions), 0.0)
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 def read_past(request: StudyRequest, sources: Sequence[str]) -> list[Trial]:
     """The trials of these studies that told a value, numbered anew."""
-    found = [
+    matching_trials = [
         trial
         for source in sources
         for trial in (_foreign(request, source) if "://" in source else _own(request, source))
     ]
     return [
         Trial(number=number, params=trial.params, state=trial.state, points=trial.points)
-        for number, trial in enumerate(found)
+        for number, trial in enumerate(matching_trials)
     ]
 
 

@@ -67,7 +67,10 @@ def test_where_spot_is_never_there_on_demand_makes_the_deadline_at_the_last_mome
 @pytest.mark.parametrize("gone_at", [100.0, 700.0, 1000.0])
 def test_spot_that_is_taken_away_costs_no_deadline(gone_at):
     end, modes = live(
-        LiveSpotPolicy(step_s=STEP_S), work=2000.0, deadline_at=2000.0, is_up=lambda now: now < gone_at
+        LiveSpotPolicy(step_s=STEP_S),
+        work=2000.0,
+        deadline_at=2000.0,
+        is_up=lambda now: now < gone_at,
     )
     assert modes[0] is Mode.SPOT
     assert end <= 2000.0

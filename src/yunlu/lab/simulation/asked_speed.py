@@ -81,9 +81,9 @@ class AskedSpeed:
         batch = self.split(device_type, shape)
         if batch is None:
             return None
-        found = self._application.times[device_type].find(shape, batch.local)
-        assert found is not None
-        step_s, sync_s = found
+        result = self._application.times[device_type].find(shape, batch.local)
+        assert result is not None
+        step_s, sync_s = result
         return step_s + (step_s - sync_s) * batch.accumulation
 
     def _split(self, device_type: str, shape: Shape) -> BatchSplit | None:
@@ -107,5 +107,5 @@ class AskedSpeed:
         full, rest = divmod(devices, size)
         if full + (rest > 0) == nodes:
             return (size,) * full + ((rest,) if rest else ())
-        each, more = divmod(devices, nodes)
-        return (each + 1,) * more + (each,) * (nodes - more)
+        item, more = divmod(devices, nodes)
+        return (item + 1,) * more + (item,) * (nodes - more)

@@ -42,14 +42,14 @@ def parse_cluster(text: str) -> tuple[Node, ...]:
         return build_cluster(_load(Path(text)).nodes)
     groups: list[NodeGroup] = []
     for part in text.split("+"):
-        found = _GROUP.fullmatch(part.strip())
-        if found is None or int(found["count"]) == 0 or int(found["devices"]) == 0:
+        match = _GROUP.fullmatch(part.strip())
+        if match is None or int(match["count"]) == 0 or int(match["devices"]) == 0:
             raise SimulationError(f"--cluster: {text!r} is not a cluster.", hint=_HINT)
         groups.append(
             NodeGroup(
-                count=int(found["count"]),
-                devices=int(found["devices"]),
-                type=found["type"] or "device",
+                count=int(match["count"]),
+                devices=int(match["devices"]),
+                type=match["type"] or "device",
             )
         )
     return build_cluster(groups)
@@ -87,5 +87,5 @@ def _load(path: Path) -> ClusterFile:
         return ClusterFile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise SimulationError(f"--cluster: {path}: {place}: {first['msg']}.", hint=_HINT) from error
+        index = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise SimulationError(f"--cluster: {path}: {index}: {first['msg']}.", hint=_HINT) from error

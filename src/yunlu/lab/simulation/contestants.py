@@ -15,7 +15,7 @@ from yunlu.scheduler.policy.fitting import Fitter
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from yunlu.lab.simulation.rules import Rules
+    from yunlu.lab.simulation.rules import SimulationRules
     from yunlu.scheduler.policy.observations import Estimator
     from yunlu.scheduler.policy.values import Policy
 
@@ -32,7 +32,7 @@ class Contestant:
     """Whether jobs of one application learn from each other."""
     declares_length: bool = True
 
-    def bend(self, rules: Rules) -> Rules:
+    def bend(self, rules: SimulationRules) -> SimulationRules:
         """The rules of a run, as far as they are this policy's own."""
         return replace(
             rules,

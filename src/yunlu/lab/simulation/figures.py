@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import Outcome, Round
+    from yunlu.lab.simulation.outcome import Round, SimulationOutcome
 
 _HOUR_S = 3600
 _SHADES = (0.95, 0.75, 0.55)
@@ -45,7 +45,7 @@ def check_plot_directory(directory: Path) -> None:
         ) from error
 
 
-def write_plots(runs: Mapping[str, Sequence[Outcome]], directory: Path) -> list[Path]:
+def write_plots(runs: Mapping[str, Sequence[SimulationOutcome]], directory: Path) -> list[Path]:
     """Plot the outcomes of each policy (by name) on each workload; the paths of the files."""
     check_plot_directory(directory)
     paths: list[Path] = []
@@ -61,15 +61,17 @@ def write_plots(runs: Mapping[str, Sequence[Outcome]], directory: Path) -> list[
             size = (11, min(2.2 + figure.rows * 0.085, 12))
             file = f"allocation-{outcome.workload}-{_file_name(name)}.png"
             write(file, plot([figure], size=size))
-    for place, first in enumerate(next(iter(runs.values()))):
-        of_workload = {name: outcomes[place] for name, outcomes in runs.items()}
+    for index, first in enumerate(next(iter(runs.values()))):
+        of_workload = {name: outcomes[index] for name, outcomes in runs.items()}
         write(f"queue-{first.workload}.png", plot(queue_figures(of_workload), size=(9, 6)))
     write("jct.png", plot([completion_figure(runs)], size=(9, 5)))
     write("cost.png", plot([cost_figure(runs)], size=(9, 1.4 + 0.45 * len(runs))))
     return paths
 
 
-def allocation_figure(outcome: Outcome, *, until_s: float | None = None) -> TimelineFigure:
+def allocation_figure(
+    outcome: SimulationOutcome, *, until_s: float | None = None
+) -> TimelineFigure:
     """A row for each device over time; a colour for each application, a shade for each job."""
     rows = sum(node.devices for node in outcome.nodes)
     applications = sorted({job.application for job in outcome.jobs})
@@ -110,13 +112,13 @@ def allocation_figure(outcome: Outcome, *, until_s: float | None = None) -> Time
     )
 
 
-def completion_figure(runs: Mapping[str, Sequence[Outcome]]) -> LineFigure:
+def completion_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> LineFigure:
     """Share of jobs that took no longer than so long; a line for each policy, its mean marked."""
     series: list[Series] = []
     slowest = 1.0
     for colour, (name, outcomes) in enumerate(runs.items(), 1):
         minutes = sorted(job.jct_s / 60 for outcome in outcomes for job in outcome.jobs)
-        shares = tuple((place + 1) / len(minutes) for place in range(len(minutes)))
+        shares = tuple((index + 1) / len(minutes) for index in range(len(minutes)))
         mean = sum(minutes) / len(minutes)
         at_mean = sum(time <= mean for time in minutes) / len(minutes)
         label = same(f"{name}: mean {mean:,.0f} min")
@@ -143,7 +145,7 @@ def completion_figure(runs: Mapping[str, Sequence[Outcome]]) -> LineFigure:
     )
 
 
-def queue_figures(outcomes: Mapping[str, Outcome]) -> tuple[LineFigure, LineFigure]:
+def queue_figures(outcomes: Mapping[str, SimulationOutcome]) -> tuple[LineFigure, LineFigure]:
     """Jobs without devices over time, and below them all that have not ended."""
     workload = next(iter(outcomes.values())).workload
     waiting, unfinished = list[Series](), list[Series]()
@@ -160,7 +162,7 @@ def queue_figures(outcomes: Mapping[str, Outcome]) -> tuple[LineFigure, LineFigu
     )
 
 
-def cost_figure(runs: Mapping[str, Sequence[Outcome]]) -> BarFigure:
+def cost_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> BarFigure:
     """Device-hours until the last job ended, held and idle; dollars where nodes have prices."""
     return BarFigure(
         id="cost",
@@ -170,7 +172,7 @@ def cost_figure(runs: Mapping[str, Sequence[Outcome]]) -> BarFigure:
     )
 
 
-def _cost_bars(runs: Mapping[str, Sequence[Outcome]]) -> Iterator[Bar]:
+def _cost_bars(runs: Mapping[str, Sequence[SimulationOutcome]]) -> Iterator[Bar]:
     for colour, (name, outcomes) in enumerate(runs.items(), 1):
         held = sum(outcome.device_hours for outcome in outcomes)
         rented = sum(

@@ -9,7 +9,7 @@ import numpy as np
 
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.lab.simulation.asked_speed import AskedSpeed
-from yunlu.lab.simulation.notes import Notes
+from yunlu.lab.simulation.notes import SpeedNotes
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.observations import BatchSplit, StepTiming, clamp_batch, split_batch
 from yunlu.scheduler.policy.values import Demand
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from yunlu.lab.simulation.notes import Shelf
     from yunlu.lab.simulation.profiles import Application
-    from yunlu.lab.simulation.rules import Fate, Rules, Trouble
+    from yunlu.lab.simulation.rules import Fate, SimulationRules, Trouble
     from yunlu.lab.simulation.workload import Submission
     from yunlu.scheduler.policy.observations import Estimator, GradientNoise, SpeedModel
     from yunlu.scheduler.policy.values import Speed
@@ -36,7 +36,7 @@ class SimulatedJob:
         submission: Submission,
         application: Application,
         *,
-        rules: Rules,
+        rules: SimulationRules,
         trouble: Trouble,
         fate: Fate,
         estimator: Estimator | None,
@@ -55,7 +55,9 @@ class SimulatedJob:
         self._rules, self._trouble, self._estimator = rules, trouble, estimator
         self._fate = fate
         self._types = frozenset(application.times)
-        self._notes = Notes(application.name, application.limits, submission.asked_batch, shelf)
+        self._notes = SpeedNotes(
+            application.name, application.limits, submission.asked_batch, shelf
+        )
         self._model: SpeedModel | None = None
         self._modelled: object = None
         self._asked_speed = AskedSpeed(application, submission.asked_batch, devices_per_node)
@@ -97,13 +99,13 @@ class SimulatedJob:
 
     def demand(self) -> Demand:
         """What a policy may know of it."""
-        asked, limits = self.submission, self.application.limits
+        requested, limits = self.submission, self.application.limits
         most = self.application.max_devices
         if self._estimator is None:
-            most = min(most, max(asked.asked_batch // limits.local_least, 1))
+            most = min(most, max(requested.asked_batch // limits.local_least, 1))
         return Demand(
-            id=asked.name,
-            submitted_at=asked.submitted_at,
+            id=requested.name,
+            submitted_at=requested.submitted_at,
             program=self.application.name,
             speed=self._speed(),
             remaining=self._remaining() if self._rules.declares_length else None,
@@ -111,7 +113,7 @@ class SimulatedJob:
             min_devices=self.application.multiple,
             max_devices=most,
             multiple=self.application.multiple,
-            asked_devices=asked.asked_devices,
+            asked_devices=requested.asked_devices,
             types=self._types,
             held=self.placement,
             restart_s=self._restart_s,

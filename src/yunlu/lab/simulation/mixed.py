@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
     from yunlu.lab.simulation.profiles import Application
-    from yunlu.lab.simulation.rules import Rules
+    from yunlu.lab.simulation.rules import SimulationRules
     from yunlu.scheduler.policy.observations import Observations
 
 TYPES = ("aws", "dgx-ext", "rtx")
@@ -44,7 +44,7 @@ _LOCAL_MOST = {("deepspeech2", "rtx"): 57}
 """What the scheduler believes to fit where the tables say more."""
 
 
-def bend_to_sia(rules: Rules) -> Rules:
+def bend_to_sia(rules: SimulationRules) -> SimulationRules:
     """The same rules, with restarts and speeds as in Sia's simulator."""
     return replace(
         rules,
@@ -90,7 +90,7 @@ class TypeTable:
             return self.most_by_shape[shape]
         nodes, devices = len(shape), sum(shape)
         larger = [most for n, d, most in self.most_by_scale if n >= nodes and d >= devices]
-        alike = [most for each, most in self.most_by_shape.items() if sum(each) == devices]
+        alike = [most for item, most in self.most_by_shape.items() if sum(item) == devices]
         return min(max(larger, default=self.local_most), max(alike, default=self.local_most))
 
 
@@ -125,8 +125,8 @@ class TableKnowledge:
         table = self.tables.get((seen.signature, device_type))
         if table is None:
             return None
-        each, rest = divmod(devices, nodes)
-        return table.most_in((each,) * (nodes - rest) + (each + 1,) * rest)
+        item, rest = divmod(devices, nodes)
+        return table.most_in((item,) * (nodes - rest) + (item + 1,) * rest)
 
     def most_devices(self, seen: Observations, device_type: str) -> int | None:
         """As many as were measured."""
@@ -196,14 +196,14 @@ def _load_table(directory: Path, kind: str) -> TypeTable:
 
 def _tell_pipeline(application: Application, kind: str) -> TypeTable:
     times, stages = application.times[kind], application.stages[kind]
-    found = times.find((stages,), times.local_most)
-    assert found is not None
+    result = times.find((stages,), times.local_most)
+    assert result is not None
     return TypeTable(
         local_least=times.local_least,
         local_most=times.local_most,
         most_by_shape=times.most_by_shape,
         most_by_scale=(),
         max_devices=times.max_devices,
-        samples_per_s=times.local_most / found[0],
+        samples_per_s=times.local_most / result[0],
         stages=stages,
     )

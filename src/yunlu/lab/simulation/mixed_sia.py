@@ -52,9 +52,11 @@ class SiaSpeed:
             return np.where(devices == unit, 1.0, 0.0)
         most = known.most_devices(self.seen, device_type) or 0
         if device_type in self.fits:
-            told = self.fits[device_type].goodput(device_type, nodes, devices)
-            return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
-        source = next(each for each in self.estimator.node_devices if each in self.fits)
+            result = self.fits[device_type].goodput(device_type, nodes, devices)
+            return np.where((devices <= most) & (devices % unit == 0), result, 0.0)
+        source = next(
+            node_device for node_device in self.estimator.node_devices if node_device in self.fits
+        )
         there = known.samples_per_s(self.seen, source)
         assert there is not None
         # As many copies of the model there, each as fast as one is here.
@@ -62,8 +64,8 @@ class SiaSpeed:
         devices_there = np.maximum(devices // unit, 1) * unit_there
         nodes_there = -(-devices_there // self.estimator.node_devices[source])
         ratio = here * unit / (there * unit_there)
-        told = self.fits[source].goodput(source, nodes_there, devices_there) * ratio
-        return np.where((devices <= most) & (devices % unit == 0), told, 0.0)
+        result = self.fits[source].goodput(source, nodes_there, devices_there) * ratio
+        return np.where((devices <= most) & (devices % unit == 0), result, 0.0)
 
     def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch to run with, within what fits that shape."""
@@ -132,8 +134,8 @@ class SiaEstimator:
     def _believed_limits(self, seen: Observations, name: str) -> BatchLimits:
         """Its estimates go no further than the batch that was asked for, though jobs may."""
         limits = self._limits(seen, name)
-        asked = seen.asked_batch
-        return limits if asked is None else replace(limits, most=min(asked, limits.most))
+        requested = seen.asked_batch
+        return limits if requested is None else replace(limits, most=min(requested, limits.most))
 
     def _cap(self, seen: Observations) -> int:
         """Twice what was seen on any type."""
@@ -154,5 +156,5 @@ def _tells(throughput: Throughput, timings: list[StepTiming]) -> bool:
     nodes, devices, local, step_s = (
         np.array([timing[at] for timing in timings]) for at in (1, 2, 3, 5)
     )
-    told = throughput.tell_step_s(nodes, devices, local.astype(np.float64), np.zeros(len(local)))
-    return bool((np.abs(np.log(told / step_s)) < _WELL_TOLD).all())
+    result = throughput.tell_step_s(nodes, devices, local.astype(np.float64), np.zeros(len(local)))
+    return bool((np.abs(np.log(result / step_s)) < _WELL_TOLD).all())

@@ -51,7 +51,7 @@ class Shelf:
         return self._timings, self._noise
 
 
-class Notes:
+class SpeedNotes:
     """What was seen of one job."""
 
     def __init__(

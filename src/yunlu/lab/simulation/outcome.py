@@ -50,7 +50,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """How all of them fared."""
 
     workload: str
@@ -92,7 +92,7 @@ class Outcome:
     @property
     def decision_cpu_s(self) -> float:
         """Of one round, on average."""
-        return sum(each.decision_cpu_s for each in self.rounds) / max(len(self.rounds), 1)
+        return sum(one_round.decision_cpu_s for one_round in self.rounds) / max(len(self.rounds), 1)
 
     def percentile_s(self, percent: float) -> float:
         """Of the times of completion."""
@@ -123,8 +123,8 @@ class Outcome:
 
     def _mean_over_time(self, field: str) -> float:
         spans = [
-            (later.at - each.at, getattr(each, field))
-            for each, later in zip(self.rounds, self.rounds[1:], strict=False)
+            (later.at - item.at, getattr(item, field))
+            for item, later in zip(self.rounds, self.rounds[1:], strict=False)
         ]
         whole = sum(span for span, _ in spans)
         return sum(span * value for span, value in spans) / whole if whole else 0.0

@@ -155,12 +155,12 @@ def load_profiles(
     if not paths:
         raise SimulationError(f"{directory}: no directory below it has a placements.csv.")
     wanted = tuple(types)
-    found: dict[str, Application] = {}
+    result: dict[str, Application] = {}
     for name in dict.fromkeys(paths if names is None else names):
         if name not in paths:
             raise _unknown(name, paths)
-        found[name] = load_application(paths[name], wanted)
-    return Profiles(found)
+        result[name] = load_application(paths[name], wanted)
+    return Profiles(result)
 
 
 def _unknown(name: str, known: Iterable[str]) -> SimulationError:
@@ -183,25 +183,25 @@ def load_application(directory: Path, types: Iterable[str] = ("device",)) -> App
             hint="it should hold placements.csv, or placements-TYPE.csv for a type of devices",
         )
     trainings = _load_trainings(directory)
-    shortest = min(len(each.progress) for each in trainings.values())
+    shortest = min(len(training.progress) for training in trainings.values())
     epochs = facts.epochs or shortest
     if epochs > shortest:
         raise SimulationError(f"{directory}: {epochs} epochs are asked, {shortest} were measured.")
     ends = tuple(
-        min(each.progress[epoch] for each in trainings.values()) for epoch in range(epochs)
+        min(training.progress[epoch] for training in trainings.values()) for epoch in range(epochs)
     )
-    local_least = min(each.local_least for each in times.values())
+    local_least = min(item.local_least for item in times.values())
     most = max(trainings)
     limits = BatchLimits(
         base=min(trainings),
         most=most,
         local_least=local_least,
-        local_most=facts.local_most or max(each.local_most for each in times.values()),
+        local_most=facts.local_most or max(item.local_most for item in times.values()),
         fixed=facts.batch,
         is_whole=facts.stages is not None,
     )
     max_devices = facts.max_devices or min(
-        max(each.max_devices for each in times.values()), max(most // local_least, 1)
+        max(item.max_devices for item in times.values()), max(most // local_least, 1)
     )
     stages = {kind: facts.stages[kind] for kind in times} if facts.stages is not None else {}
     return Application(
@@ -223,15 +223,15 @@ def _load_times(directory: Path, kind: str, suffix: str, facts: Facts) -> StepTi
 
 
 def _load_trainings(directory: Path) -> dict[int, Epochs]:
-    found: dict[int, Epochs] = {}
+    result: dict[int, Epochs] = {}
     for path in directory.glob("validation-*.csv"):
         text = path.stem.removeprefix("validation-")
         if not text.isdigit():
             raise SimulationError(f"{path}: its name should be validation-BATCH.csv.")
-        found[int(text)] = _load_training(path)
-    if not found:
+        result[int(text)] = _load_training(path)
+    if not result:
         raise SimulationError(f"{directory}: there is no validation-BATCH.csv.")
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def _load_training(path: Path) -> Epochs:

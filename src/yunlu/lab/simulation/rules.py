@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class SimulationRules:
     """How time passes. The defaults are those of Pollux's own simulator."""
 
     interval_s: float = 60
@@ -75,9 +75,9 @@ def draw_fates(trouble: Trouble, count: int) -> Sequence[Fate]:
     places = crashes.uniform(size=count)
     return [
         Fate(
-            declared_factor=float(factors[each]),
-            crashes_at=float(places[each]) if crash[each] else math.inf,
-            noise_seed=(trouble.seed, 2 + each),
+            declared_factor=float(factors[item]),
+            crashes_at=float(places[item]) if crash[item] else math.inf,
+            noise_seed=(trouble.seed, 2 + item),
         )
-        for each in range(count)
+        for item in range(count)
     ]

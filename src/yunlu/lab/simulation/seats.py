@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.lab.simulation.outcome import Outcome
+    from yunlu.lab.simulation.outcome import SimulationOutcome
 
 Seat = tuple[int, int, float, float]
 """Rows from and to (devices counted over all nodes), seconds from and to."""
 
 
-def find_seats(outcome: Outcome) -> list[list[Seat]]:
+def find_seats(outcome: SimulationOutcome) -> list[list[Seat]]:
     """For each job, blocks of devices over time; no two jobs share one."""
     hall = _Hall(outcome)
     changes = sorted(
         (
             (at, job, placement)
-            for job, each in enumerate(outcome.jobs)
-            for at, placement in each.placements
+            for job, item in enumerate(outcome.jobs)
+            for at, placement in item.placements
         ),
         key=itemgetter(0),
     )
@@ -38,7 +38,7 @@ def find_seats(outcome: Outcome) -> list[list[Seat]]:
 
 
 class _Hall:
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: SimulationOutcome) -> None:
         self.seats: list[list[Seat]] = [[] for _ in outcome.jobs]
         self._start: dict[str, int] = {}
         self._free: dict[str, list[int]] = {}

@@ -103,13 +103,13 @@ def _solve(
     picks: list[int | None] = [None] * len(cost)
     if not count:
         return picks
-    each = np.arange(count)
+    item = np.arange(count)
     matrix = csr_array(
         (
             np.concatenate([np.ones(count), shapes.devices[columns]]),
             (
                 np.concatenate([jobs, len(cost) + shapes.group[columns]]),
-                np.concatenate([each, each]),
+                np.concatenate([item, item]),
             ),
         ),
         shape=(len(cost) + len(shapes.groups), count),

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from yunlu.hardware.fleet import NOTHING
 from yunlu.lab.simulation.job import SimulatedJob
 from yunlu.lab.simulation.notes import Shelf
-from yunlu.lab.simulation.outcome import JobOutcome, Outcome, Round
-from yunlu.lab.simulation.rules import Rules, Trouble, draw_fates
+from yunlu.lab.simulation.outcome import JobOutcome, Round, SimulationOutcome
+from yunlu.lab.simulation.rules import SimulationRules, Trouble, draw_fates
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.values import PoolState
 
@@ -41,11 +41,11 @@ def simulate(
     nodes: Sequence[Node],
     policy: Policy,
     *,
-    rules: Rules | None = None,
+    rules: SimulationRules | None = None,
     estimator: Estimator | None = None,
     trouble: Trouble = _SOUND,
     watch: Watch | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Replay a workload to its end.
 
     Args:
@@ -64,7 +64,7 @@ def simulate(
         profiles,
         tuple(nodes),
         policy,
-        rules=rules or Rules(),
+        rules=rules or SimulationRules(),
         estimator=estimator,
         trouble=trouble,
     )
@@ -84,7 +84,7 @@ class _Run:
         nodes: tuple[Node, ...],
         policy: Policy,
         *,
-        rules: Rules,
+        rules: SimulationRules,
         estimator: Estimator | None,
         trouble: Trouble,
     ) -> None:
@@ -180,7 +180,7 @@ class _Run:
             job.place(placement, self._type_of(placement), self.now)
         self._note(took_s)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         """How all jobs fared."""
         jobs = tuple(
             JobOutcome(
@@ -195,7 +195,7 @@ class _Run:
             )
             for job in self._jobs
         )
-        return Outcome(
+        return SimulationOutcome(
             workload=self._workload.name,
             policy=self._policy.name,
             nodes=tuple(self._nodes.values()),

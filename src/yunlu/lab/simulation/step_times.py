@@ -58,8 +58,8 @@ class StepTimes:
         curve = self._curves.get(shape)
         if curve is not None:
             return curve.at(local)
-        place = (min(len(shape), self.max_nodes), sum(shape), local)
-        step_s, sync_s = (float(value) for value in self._interpolate(np.array([place]))[0])
+        index = (min(len(shape), self.max_nodes), sum(shape), local)
+        step_s, sync_s = (float(value) for value in self._interpolate(np.array([index]))[0])
         return (step_s, sync_s) if step_s == step_s else None  # noqa: PLR0124 (NaN: outside)
 
     def prepare(self) -> None:
@@ -160,6 +160,6 @@ def _join(
         for local, times in points:
             grouped.setdefault((len(shape), sum(shape), local), []).append(times)
     places = [*sorted(grouped), *((nodes, devices, local) for nodes, devices, local, _ in scale)]
-    means = [np.mean(np.array(grouped[place]), axis=0) for place in sorted(grouped)]
+    means = [np.mean(np.array(grouped[index]), axis=0) for index in sorted(grouped)]
     values = [*means, *(np.array(times) for *_, times in scale)]
     return np.array(places, dtype=np.float64), np.array(values, dtype=np.float64)

@@ -24,8 +24,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            found = reader.fieldnames or []
-            missing = [name for name in columns if name not in found]
+            result = reader.fieldnames or []
+            missing = [name for name in columns if name not in result]
             if missing:
                 raise SimulationError(
                     f"{path}: there is no column {', '.join(missing)}.",
@@ -33,9 +33,9 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
                 )
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        words = getattr(error, "strerror", None) or error
+        text = getattr(error, "strerror", None) or error
         raise SimulationError(
-            f"{path} cannot be read as CSV: {words}.",
+            f"{path} cannot be read as CSV: {text}.",
             hint=f"name a file whose first line holds: {','.join(columns)}",
         ) from error
     if not rows:

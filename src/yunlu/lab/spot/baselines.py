@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from yunlu.scheduler.spot.values import Mode
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.spot.values import DeadlineJob, Sight
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotObservation
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class OnDemandOnly:
     job: DeadlineJob
     name: str = "on-demand"
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         """On-demand, always."""
         del sight
         return Mode.ON_DEMAND
@@ -37,7 +37,7 @@ class Greedy:
     name: str = "greedy"
     is_caught: bool = field(default=False, init=False)
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         """Spot or nothing, until the safety net catches it."""
         if sight.mode is Mode.SPOT:
             return Mode.SPOT
@@ -55,7 +55,7 @@ class UniformProgress:
     name: str = "uniform progress"
     is_caught: bool = field(default=False, init=False)
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         """Spot where there is spot; on-demand when behind, until two restarts ahead."""
         if sight.mode is Mode.SPOT:
             return Mode.SPOT
@@ -68,12 +68,12 @@ class UniformProgress:
             return Mode.SPOT
         return Mode.ON_DEMAND if self._lead_s(sight, 0.0) < 0 else Mode.IDLE
 
-    def _lead_s(self, sight: Sight, ahead_s: float) -> float:
+    def _lead_s(self, sight: SpotObservation, ahead_s: float) -> float:
         expected_s = (sight.elapsed_s + ahead_s) * self.job.work_s / self.job.deadline_s
         return self.job.work_s - sight.left_s - expected_s
 
 
-def is_caught(job: DeadlineJob, sight: Sight) -> bool:
+def is_caught(job: DeadlineJob, sight: SpotObservation) -> bool:
     """The safety net of the paper, a tick early."""
     time_left_s = job.deadline_s - sight.elapsed_s
     return time_left_s < sight.left_s + 2 * job.restart_s + sight.step_s

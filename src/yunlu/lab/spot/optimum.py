@@ -89,9 +89,9 @@ class _Search:
     ) -> list[NDArray[np.float64]]:
         """Run for one tick, for each state of its start."""
         values: list[NDArray[np.float64]] = []
-        for place, starting in enumerate(self.levels):
+        for index, starting in enumerate(self.levels):
             lost = min(length, starting)
-            then = after[min(place + 1, len(self.levels) - 1)]
+            then = after[min(index + 1, len(self.levels) - 1)]
             worked = min(length - lost, len(then))
             value = np.empty_like(then)
             value[worked:] = price * length + then[: len(then) - worked]

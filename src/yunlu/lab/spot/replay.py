@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.scheduler.spot.values import HOUR_S, Mode, Outcome, Sight
+from yunlu.scheduler.spot.values import HOUR_S, Mode, SpotObservation, SpotOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.scheduler.spot.values import DeadlineJob, Market, SpotPolicy
+    from yunlu.scheduler.spot.values import DeadlineJob, Market, DeadlinePolicy
 
 _DONE_S = 1e-6
 
 
-def replay(policy: SpotPolicy, job: DeadlineJob, market: Market, *, start: int = 0) -> Outcome:
+def replay(policy: DeadlinePolicy, job: DeadlineJob, market: Market, *, start: int = 0) -> SpotOutcome:
     """Run one job in one zone from tick ``start`` until it is done, or the trace ends.
 
     Each tick the policy sees whether spot is up and for how much, then chooses; what it chose holds
@@ -29,8 +29,8 @@ def replay(policy: SpotPolicy, job: DeadlineJob, market: Market, *, start: int =
 
 
 def replay_zones(
-    policy: SpotPolicy, job: DeadlineJob, zones: Sequence[Market], *, start: int = 0
-) -> Outcome:
+    policy: DeadlinePolicy, job: DeadlineJob, zones: Sequence[Market], *, start: int = 0
+) -> SpotOutcome:
     """The same where several zones will do: spot starts in the cheapest that is up, and stays there."""
     step_s, on_demand = zones[0].step_s, min(zone.on_demand_dollars_per_hour for zone in zones)
     ticks = min(len(zones[0]) - start, math.ceil(job.deadline_s / step_s) + 1)
@@ -43,7 +43,7 @@ def replay_zones(
             life.mode, life.starting_s = Mode.IDLE, 0.0
         price = zones[zone or 0].spot_dollars_per_hour[start + tick]
         wanted = policy.choose(
-            Sight(
+            SpotObservation(
                 elapsed_s=tick * step_s,
                 left_s=life.left_s,
                 mode=life.mode,
@@ -63,7 +63,7 @@ def replay_zones(
         if life.left_s <= _DONE_S:
             life.finished_s = tick * step_s + run_s
             break
-    return Outcome(
+    return SpotOutcome(
         cost_dollars=life.spent_dollars,
         on_demand_cost_dollars=job.work_s / HOUR_S * on_demand,
         finished_s=life.finished_s,
@@ -113,5 +113,5 @@ def _choose_zone(zones: Sequence[Market], tick: int, held: int | None) -> int | 
     """Where it is, while that is up; else the cheapest that is."""
     if held is not None and zones[held].is_up[tick]:
         return held
-    up = [place for place, zone in enumerate(zones) if zone.is_up[tick]]
-    return min(up, key=lambda place: zones[place].spot_dollars_per_hour[tick], default=None)
+    up = [index for index, zone in enumerate(zones) if zone.is_up[tick]]
+    return min(up, key=lambda index: zones[index].spot_dollars_per_hour[tick], default=None)

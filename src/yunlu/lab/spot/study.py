@@ -12,9 +12,9 @@ from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay, replay_zones
 from yunlu.lab.spot.traces import TraceError
-from yunlu.scheduler.spot.policy import Planned, Plans
+from yunlu.scheduler.spot.policy import PlannedSpotPolicy, SpotPlanCache
 from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.values import HOUR_S, Outcome
+from yunlu.scheduler.spot.values import HOUR_S, SpotOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +34,12 @@ _PAST_MEMORIES = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SpotTrial:
     """One job, replayed under every policy."""
 
     zone: str
     start: int
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, SpotOutcome]
     optimum_dollars: float | None
 
 
@@ -82,10 +82,10 @@ def run_trials(
     model: SpotModel = PRIOR,
     knows_past: bool = True,
     with_optimum: bool = True,
-) -> list[Trial]:
+) -> list[SpotTrial]:
     """Replay the job from every start; ours knows the zone's past where ``knows_past``."""
-    plans = Plans(job, model)
-    trials: list[Trial] = []
+    plans = SpotPlanCache(job, model)
+    trials: list[SpotTrial] = []
     for market, start in starts:
         outcomes = {
             name: replay(make(job), job, market, start=start) for name, make in BASELINES.items()
@@ -95,26 +95,26 @@ def run_trials(
         )
         optimum = find_optimum(job, market, start=start) if with_optimum else None
         trials.append(
-            Trial(zone=market.name, start=start, outcomes=outcomes, optimum_dollars=optimum)
+            SpotTrial(zone=market.name, start=start, outcomes=outcomes, optimum_dollars=optimum)
         )
     return trials
 
 
 def run_zones(
     job: DeadlineJob, zones: Sequence[Market], starts: Sequence[int], *, model: SpotModel = PRIOR
-) -> list[Outcome]:
+) -> list[SpotOutcome]:
     """Ours where any of the zones will do."""
-    plans = Plans(job, model)
+    plans = SpotPlanCache(job, model)
     merged = np.logical_or.reduce([zone.is_up for zone in zones])
-    outcomes: list[Outcome] = []
+    outcomes: list[SpotOutcome] = []
     for start in starts:
-        policy = Planned(plans)
+        policy = PlannedSpotPolicy(plans)
         policy.recall(merged[_past(model, zones[0], start) : start], zones[0].step_s)
         outcomes.append(replay_zones(policy, job, zones, start=start))
     return outcomes
 
 
-def rank(trials: Sequence[Trial]) -> list[Standing]:
+def rank(trials: Sequence[SpotTrial]) -> list[Standing]:
     """The mean of each policy; the optimum last, where it was sought."""
     standings = [
         summarise(name, [trial.outcomes[name] for trial in trials]) for name in trials[0].outcomes
@@ -137,7 +137,7 @@ def rank(trials: Sequence[Trial]) -> list[Standing]:
     return standings
 
 
-def summarise(policy: str, outcomes: Sequence[Outcome]) -> Standing:
+def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> Standing:
     """The means of one policy."""
     paid_s = sum(outcome.spot_s + outcome.on_demand_s for outcome in outcomes)
     return Standing(
@@ -150,9 +150,9 @@ def summarise(policy: str, outcomes: Sequence[Outcome]) -> Standing:
     )
 
 
-def _prepare(plans: Plans, market: Market, start: int, *, knows_past: bool) -> Planned:
+def _prepare(plans: SpotPlanCache, market: Market, start: int, *, knows_past: bool) -> PlannedSpotPolicy:
     price = market.on_demand_dollars_per_hour
-    policy = Planned(plans, price_share=float(market.spot_dollars_per_hour[start]) / price)
+    policy = PlannedSpotPolicy(plans, price_share=float(market.spot_dollars_per_hour[start]) / price)
     if knows_past:
         policy.recall(market.is_up[_past(plans.model, market, start) : start], market.step_s)
     return policy

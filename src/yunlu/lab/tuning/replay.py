@@ -71,11 +71,11 @@ class ReplayTrace:
 
     def improvements(self) -> list[tuple[float, float]]:
         """When the best value so far was seen, and that value."""
-        found: list[tuple[float, float]] = []
-        for each in self.evaluations:
-            if not found or each.value < found[-1][1]:
-                found.append((each.at_s, each.value))
-        return found
+        matches: list[tuple[float, float]] = []
+        for evaluation in self.evaluations:
+            if not matches or evaluation.value < matches[-1][1]:
+                matches.append((evaluation.at_s, evaluation.value))
+        return matches
 
 
 def replay(

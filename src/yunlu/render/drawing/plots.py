@@ -99,9 +99,9 @@ def _(figure: LineFigure, axes: Any) -> None:
 def _(figure: BarFigure, axes: Any) -> None:
     for row, bar in enumerate(figure.bars):
         left = 0.0
-        for place, segment in enumerate(bar.segments):
+        for index, segment in enumerate(bar.segments):
             axes.barh(
-                row, segment.value, left=left, height=0.62, alpha=0.22 if place else 1.0,
+                row, segment.value, left=left, height=0.62, alpha=0.22 if index else 1.0,
                 color=PALETTE[(segment.colour - 1) % len(PALETTE)],
             )  # fmt: skip
             left += segment.value
@@ -169,7 +169,7 @@ def _(figure: StripFigure, axes: Any) -> None:
     names = [name for name, _ in figure.groups]
     for row, (_, values) in enumerate(figure.groups):
         # Spread over the height of the row, so that equal values stay visible.
-        spread = [0.5 * place / max(len(values) - 1, 1) - 0.25 for place in range(len(values))]
+        spread = [0.5 * index / max(len(values) - 1, 1) - 0.25 for index in range(len(values))]
         rows = [row - offset for offset in spread]
         axes.scatter(values, rows, s=8, color=_DOT, linewidths=0, alpha=0.7)
         mean = sum(values) / len(values)
@@ -196,9 +196,9 @@ def _(figure: CostTimeFigure, axes: Any) -> None:
             hours, dollars, color=_EDGE, linewidth=1.2, marker="o", markersize=4,
             label="Pareto front", zorder=3,
         )  # fmt: skip
-    for place, option in enumerate(figure.options):
+    for index, option in enumerate(figure.options):
         if option is not None:
-            _draw_option(axes, option, place)
+            _draw_option(axes, option, index)
     if figure.hours is not None and figure.dollars is not None:
         axes.set_xlim(*figure.hours)
         axes.set_ylim(*figure.dollars)

@@ -31,7 +31,7 @@ def find_ticks(axis: Axis) -> tuple[Tick, ...]:
     """Labels at every category, or at round values."""
     if axis.categories:
         return tuple(
-            Tick(at=axis.share(place), label=name) for place, name in enumerate(axis.categories)
+            Tick(at=axis.share(index), label=name) for index, name in enumerate(axis.categories)
         )
     if axis.low >= axis.high:
         return (Tick(at=0.5, label=show_on_axis(axis.low, axis.unit)),)
@@ -71,7 +71,7 @@ def _linear_values(axis: Axis) -> list[float]:
     if axis.unit == "count":
         step = max(1, round(step))
     first, last = math.ceil(axis.low / step - _EDGE), math.floor(axis.high / step + _EDGE)
-    return [place * step for place in range(first, last + 1)]
+    return [index * step for index in range(first, last + 1)]
 
 
 def _log_values(axis: Axis) -> list[float]:
@@ -88,7 +88,7 @@ def _log_values(axis: Axis) -> list[float]:
         # Less than a decade: round numbers in between say more.
         step = _round_up((axis.high - axis.low) / axis.ticks)
         first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
-        values = [place * step for place in range(first, last + 1)]
+        values = [index * step for index in range(first, last + 1)]
     return values
 
 

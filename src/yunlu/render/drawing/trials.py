@@ -185,7 +185,7 @@ def _draw_parallel(figure: ParallelFigure) -> TrialDrawing:
 
 
 def _positions(figure: ParallelFigure) -> list[float]:
-    return [place / (len(figure.axes) - 1) for place in range(len(figure.axes))]
+    return [index / (len(figure.axes) - 1) for index in range(len(figure.axes))]
 
 
 def _line_shares(figure: ParallelFigure, line: ParallelLine) -> list[Share]:

@@ -135,6 +135,6 @@ def place_on(dimension: Dimension, value: ParamValue, *, beside: int | None = No
     if not dimension.choices:
         return float(value or 0)
     known = [str(choice) for choice in dimension.choices]
-    place = known.index(str(value)) if str(value) in known else len(known) - 1
+    index = known.index(str(value)) if str(value) in known else len(known) - 1
     # Multiples of the golden section never bunch up.
-    return place + (0.0 if beside is None else (beside * _GOLDEN % 1 - 0.5) * _SPREAD)
+    return index + (0.0 if beside is None else (beside * _GOLDEN % 1 - 0.5) * _SPREAD)

@@ -134,7 +134,7 @@ def parallel_figure(ranks: TrialRanks, order: Sequence[Dimension]) -> ParallelFi
             trial=facts.number,
             state=facts.state.value,
             shade=ranks.shade(facts),
-            values=(*(_place(ranks, each, facts) for each in order), _value(facts)),
+            values=(*(_place(ranks, item, facts) for item in order), _value(facts)),
         )
         for facts in reversed(shown)
     )
@@ -205,12 +205,12 @@ def front_figure(ranks: TrialRanks) -> ScatterFigure | None:
     }
     x, y = (
         metric_axis(
-            [objectives[place] for objectives in values.values()],
-            view.metrics[place],
-            smaller_is_better=view.directions[place] == "minimize",
-            name=same(view.metrics[place]),
+            [objectives[index] for objectives in values.values()],
+            view.metrics[index],
+            smaller_is_better=view.directions[index] == "minimize",
+            name=same(view.metrics[index]),
         )
-        for place in (1, 0)
+        for index in (1, 0)
     )
     front = sorted(
         (values[facts.number][1], values[facts.number][0])
@@ -341,8 +341,8 @@ def _in_order(view: StudyView) -> list[_Evaluation]:
     is_timed = all(len(facts.times) == len(facts.points) for facts in view.trials)
     for facts in view.trials:
         before_s = 0.0
-        for place, (point, (_, values)) in enumerate(zip(facts.points, facts.curve, strict=True)):
-            at = facts.times[place] if is_timed else float(facts.number)
+        for index, (point, (_, values)) in enumerate(zip(facts.points, facts.curve, strict=True)):
+            at = facts.times[index] if is_timed else float(facts.number)
             used_s = max(0.0, point.seconds - before_s)
             before_s = max(before_s, point.seconds)
             rows.append((at, facts.number, point.rung, used_s, values[0], facts))
@@ -361,7 +361,7 @@ def _points(
     ranks: TrialRanks, places: Iterable[tuple[TrialFacts, float, float]]
 ) -> tuple[TrialPoint, ...]:
     """Points of trials, the better after the worse, so that they are drawn on top."""
-    ordered = sorted(places, key=lambda place: -ranks.ranks.get(place[0].number, 2.0))
+    ordered = sorted(places, key=lambda index: -ranks.ranks.get(index[0].number, 2.0))
     return tuple(
         TrialPoint(trial=facts.number, x=x, y=y, shade=ranks.shade(facts))
         for facts, x, y in ordered

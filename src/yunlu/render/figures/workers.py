@@ -172,7 +172,7 @@ def layout_figure(group: WorkerGroupHistory, change: GroupGeneration) -> LayoutF
 def _layout_colours(group: WorkerGroupHistory) -> dict[str, int]:
     """The same colour for the same layout, however often the run came back to it."""
     layouts = dict.fromkeys(change.layout for change in group.changes)
-    return {layout: place % NUM_COLOURS + 1 for place, layout in enumerate(layouts)}
+    return {layout: index % NUM_COLOURS + 1 for index, layout in enumerate(layouts)}
 
 
 def _colour_meaning(*, stages: int, parts: int) -> BilingualText:

@@ -41,8 +41,8 @@ class BilingualText(Value):
 def text(key: str, **fields: Any) -> BilingualText:
     """The text of a key; fields that are bilingual themselves enter in the same language."""
     return BilingualText(
-        en=_texts("en")[key].format(**{name: _english(each) for name, each in fields.items()}),
-        zh=_texts("zh")[key].format(**{name: _chinese(each) for name, each in fields.items()}),
+        en=_texts("en")[key].format(**{name: _english(item) for name, item in fields.items()}),
+        zh=_texts("zh")[key].format(**{name: _chinese(item) for name, item in fields.items()}),
     )
 
 

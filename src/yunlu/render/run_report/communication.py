@@ -115,9 +115,9 @@ def _show_ratio(row: Expectation | None) -> str:
 def _candidates(chosen: Chosen) -> Iterator[dict[str, Any]]:
     """The best ones, and always the chosen one and torch's own all-reduce."""
     longest = max((candidate.cost_s for candidate in chosen.candidates), default=0.0)
-    for place, candidate in enumerate(chosen.candidates):
+    for index, candidate in enumerate(chosen.candidates):
         is_reference = candidate.is_chosen or candidate.name == "all-reduce"
-        if place < _MOST_CANDIDATES or is_reference:
+        if index < _MOST_CANDIDATES or is_reference:
             yield {
                 "row": candidate,
                 "name": _method_name(candidate.name),

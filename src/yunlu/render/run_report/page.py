@@ -154,8 +154,8 @@ def _evaluations(report: Report) -> list[EvaluationRow]:
     stride = math.ceil(len(rows) / _MOST_ROWS)
     return [
         row
-        for place, row in enumerate(reversed(rows))
-        if not place % stride or row.best or row.split == "test"
+        for index, row in enumerate(reversed(rows))
+        if not index % stride or row.best or row.split == "test"
     ][::-1]
 
 

@@ -60,8 +60,8 @@ def _cards(group: WorkerGroupHistory) -> Iterator[tuple[BilingualText, str, Bili
     yield text("workers.changes"), str(len(group.changes) - 1), redone
     kinds = Counter(fault.cause for fault in group.faults)
     remark = same("")
-    for place, (kind, count) in enumerate(kinds.items()):
-        remark = remark + (" · " if place else "") + known_text("fault", kind) + f" {count}"
+    for index, (kind, count) in enumerate(kinds.items()):
+        remark = remark + (" · " if index else "") + known_text("fault", kind) + f" {count}"
     yield text("workers.faults"), str(kinds.total() - kinds["left"]), remark
     if group.communication_share is not None:
         share = f"{group.communication_share * 100:.1f} %"

@@ -27,7 +27,9 @@ def train_command(view: StudyView, facts: TrialFacts) -> str:
     ]
     # Overrides of the search do not concern a training.
     own = [
-        f"--set {shlex.quote(each)}" for each in view.overrides if not each.startswith("search.")
+        f"--set {shlex.quote(override)}"
+        for override in view.overrides
+        if not override.startswith("search.")
     ]
     return " ".join(["yunlu train", shlex.quote(job), *own, *settings])
 

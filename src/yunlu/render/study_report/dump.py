@@ -36,7 +36,7 @@ def dump_study(view: StudyView) -> dict[str, Any]:
             "deadline_at": view.deadline_at,
         },
         "forecast": None if view.forecast is None else dict(view.forecast),
-        "space": {each.name: _dump_dimension(each) for each in view.dimensions},
+        "space": {dimension.name: _dump_dimension(dimension) for dimension in view.dimensions},
         "best": dump_best(view),
         "front": [facts.number for facts in view.front],
         "trials": [dump_trial(facts) for facts in view.trials],

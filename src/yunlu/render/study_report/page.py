@@ -173,13 +173,15 @@ def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
     return {
         "facts": facts,
         "rows": [
-            (each, facts.params[each.name]) for each in view.dimensions if each.name in facts.params
+            (dimension, facts.params[dimension.name])
+            for dimension in view.dimensions
+            if dimension.name in facts.params
         ],
         "command": train_command(view, facts),
         "model": model_path(view, facts),
         "run": run_path(view, facts),
         "link": report_link(view, facts, place),
-        "ranges": {each.name: show_range(each) for each in view.dimensions},
+        "ranges": {dimension.name: show_range(dimension) for dimension in view.dimensions},
     }
 
 
@@ -189,21 +191,21 @@ def _failures(view: StudyView) -> list[tuple[str, str, int]]:
     for facts in view.trials:
         if facts.state is TrialState.FAILED:
             met.setdefault(facts.error or facts.reason or "–", []).append(facts.number)
-    found = sorted(met.items(), key=lambda entry: -len(entry[1]))
+    result = sorted(met.items(), key=lambda entry: -len(entry[1]))
     return [
         (
             error,
             ", ".join(map(str, numbers[:12])) + (", …" if len(numbers) > 12 else ""),
             len(numbers),
         )
-        for error, numbers in found[:_MOST_ERRORS]
+        for error, numbers in result[:_MOST_ERRORS]
     ]
 
 
 def _space(ranks: TrialRanks, importance: Importance | None) -> dict[str, Any]:
     """The figures of the search space, the most important dimension first."""
     shares: Mapping[str, float] = importance.shares if importance else {}
-    order = sorted(ranks.view.dimensions, key=lambda each: -shares.get(each.name, 0.0))
+    order = sorted(ranks.view.dimensions, key=lambda item: -shares.get(item.name, 0.0))
     title = text("study.pair.title" if importance else "study.pair.first")
     slices = [slice_figure(ranks, dimension) for dimension in order[:_MOST_SLICES]]
     return {
@@ -233,8 +235,8 @@ def _read_out(view: StudyView, facts: TrialFacts) -> list[tuple[Any, Any]]:
     short = shorten(dimension.name for dimension in view.dimensions)
     state = text(f"study.trial.{facts.state.value}")
     rows: list[tuple[Any, Any]] = [(f"#{facts.number}", (state.en, state.zh))]
-    for place, metric in enumerate(view.metrics):
-        reached = facts.values[place] if facts.values is not None else None
+    for index, metric in enumerate(view.metrics):
+        reached = facts.values[index] if facts.values is not None else None
         rows.append((metric, show_value(metric, reached)))
     rows += [(short.get(name, name), show_param(value)) for name, value in facts.params.items()]
     return rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.scheduler.spot.plan import LEVELS
-from yunlu.scheduler.spot.policy import Planned, Plans
+from yunlu.scheduler.spot.policy import PlannedSpotPolicy, SpotPlanCache
 from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.values import DeadlineJob, Mode, Sight
+from yunlu.scheduler.spot.values import DeadlineJob, Mode, SpotObservation
 
 if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand
@@ -48,7 +48,7 @@ class DeadlineWatch:
             restart_s=demand.restart_s,
         )
         self.step_s = step_s
-        self._policy = Planned(Plans(job, model, levels))
+        self._policy = PlannedSpotPolicy(SpotPlanCache(job, model, levels))
 
     def choose(
         self,
@@ -64,7 +64,7 @@ class DeadlineWatch:
     ) -> Mode:
         """What to run on until asked again."""
         return self._policy.choose(
-            Sight(
+            SpotObservation(
                 elapsed_s=now - self.began_at,
                 left_s=(demand.remaining or 0.0) / self.goodput,
                 mode=mode,

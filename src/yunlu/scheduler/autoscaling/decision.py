@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from yunlu.scheduler.autoscaling.shopping import Basket, Shopper, shop, usable
-from yunlu.scheduler.autoscaling.values import Limits, ScalingMemory, ScalingRules, Scaling
+from yunlu.scheduler.autoscaling.purchases import PurchasePlan, Buyer, plan_purchases, find_usable
+from yunlu.scheduler.autoscaling.values import Limits, Scaling, ScalingMemory, ScalingRules
 from yunlu.scheduler.policy.values import Reason
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def decide_nodes(
     """
     held = Counter(lease.offer for lease in leases if not lease.is_leaving)
     places = {lease.name: lease.offer for lease in leases if not lease.is_leaving}
-    basket = Basket(limits)
+    basket = PurchasePlan(limits)
     shoppers = [
         _make_shopper(demand, state.now, offers, (modes or {}).get(demand.id), places)
         for demand in state.jobs
     ]
-    shop(shoppers, basket, held, rules)
+    plan_purchases(shoppers, basket, held, rules)
     known = {offer.key: offer for offer in offers}
     hurried = {shopper.offer.key for shopper in shoppers if shopper.offer and shopper.need}
     release = _choose_release(
@@ -61,10 +61,10 @@ def decide_nodes(
     wanted: dict[str, int] = {}
     wanting: dict[str, float] = {}
     reasons: dict[str, Reason] = {}
-    kept = held - Counter(lease.offer for lease in release if not lease.is_leaving)
+    retained = held - Counter(lease.offer for lease in release if not lease.is_leaving)
     for offer in offers:
         count, reason = _follow(
-            offer, basket, held=held[offer.key], kept=kept[offer.key], limits=limits, rules=rules,
+            offer, basket, held=held[offer.key], kept=retained[offer.key], limits=limits, rules=rules,
             notes=notes, now=state.now, is_hurried=offer.key in hurried, wanting=wanting,
         )  # fmt: skip
         if count:
@@ -87,9 +87,9 @@ def _make_shopper(
     offers: Sequence[NodeOffer],
     mode: Mode | None,
     places: Mapping[str, str],
-) -> Shopper:
+) -> Buyer:
     waited_s = 0.0 if demand.held else max(0.0, now - demand.submitted_at)
-    shopper = Shopper(demand, usable(demand, offers, mode), waited_s)
+    shopper = Buyer(demand, find_usable(demand, offers, mode), waited_s)
     shopper.prepare(offers)
     if demand.deadline_at is not None and demand.remaining is not None and shopper.offers:
         boot_s = 0.0 if demand.held else min(offer.boot_s for offer in shopper.offers)
@@ -131,7 +131,7 @@ def _choose_release(
 
 def _follow(
     offer: NodeOffer,
-    basket: Basket,
+    basket: PurchasePlan,
     *,
     held: int,
     kept: int,
@@ -177,7 +177,7 @@ def _follow(
     return held, Reason(code="kept", text=f"{held} of {offer.key} is right.", figures=figures)
 
 
-def _tell(shopper: Shopper, basket: Basket) -> Reason:
+def _tell(shopper: Buyer, basket: PurchasePlan) -> Reason:
     """Why a job is counted on with so many devices."""
     demand = shopper.demand
     if shopper.size and shopper.offer:

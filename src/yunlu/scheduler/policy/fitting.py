@@ -88,9 +88,9 @@ def _renew(before: Throughput | None, timings: Sequence[StepTiming]) -> Throughp
 
 def _merge(shared: Sequence[StepTiming], own: Sequence[StepTiming]) -> list[StepTiming]:
     """One timing of each configuration; the job's own goes first."""
-    found = {_key(timing): timing for timing in shared}
-    found.update((_key(timing), timing) for timing in own)
-    return [found[key] for key in sorted(found)]
+    result = {_key(timing): timing for timing in shared}
+    result.update((_key(timing), timing) for timing in own)
+    return [result[key] for key in sorted(result)]
 
 
 def _key(timing: StepTiming) -> tuple[str, int, int, int]:
@@ -112,10 +112,10 @@ def _tells(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
     shapes = set(zip(known.nodes, known.devices, strict=True)) if known is not None else set()
     if any((timing.nodes, timing.devices) not in shapes for timing in timings):
         return False
-    told = throughput.tell_step_s(
+    result = throughput.tell_step_s(
         points.nodes, points.devices, points.local, np.zeros_like(points.local)
     )
-    return bool(np.all(np.abs(np.log(told / points.step_s)) < _WELL_TOLD))
+    return bool(np.all(np.abs(np.log(result / points.step_s)) < _WELL_TOLD))
 
 
 def _first_noise(points: Sequence[NoisePoint]) -> GradientNoise | None:
@@ -128,11 +128,13 @@ def _thin(timings: Sequence[StepTiming]) -> list[StepTiming]:
     shapes: dict[tuple[int, int], list[StepTiming]] = {}
     for timing in sorted(timings, key=_key):
         shapes.setdefault((timing.nodes, timing.devices), []).append(timing)
-    kept: list[StepTiming] = []
+    retained: list[StepTiming] = []
     for group in shapes.values():
         count = min(len(group), _MOST_PER_SHAPE)
-        kept.extend(group[i] for i in sorted(set(np.linspace(0, len(group) - 1, count, dtype=int))))
-    return kept
+        retained.extend(
+            group[i] for i in sorted(set(np.linspace(0, len(group) - 1, count, dtype=int)))
+        )
+    return retained
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def _fit(timings: tuple[StepTiming, ...]) -> Throughput:
 
     points = _Points.of(timings)
     start, low, high = _bound(points)
-    found = minimize(
+    result = minimize(
         _lose,
         np.clip(start, low, high),
         args=(points,),
@@ -169,7 +171,7 @@ def _fit(timings: tuple[StepTiming, ...]) -> Throughput:
         bounds=list(zip(low, high, strict=True)),
         options={"maxiter": 100, "ftol": 1e-7},
     )
-    fitted = np.exp(np.clip(found.x, low, high))
+    fitted = np.exp(np.clip(result.x, low, high))
     return _finish(fitted, points)
 
 

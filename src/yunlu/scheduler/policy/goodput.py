@@ -158,7 +158,7 @@ class _Table:
 
 def compute_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: ShapeList) -> Floats:
     """Useful samples a second of each job (rows) with each shape (columns)."""
-    found = np.zeros((len(speeds), len(shapes)))
+    result = np.zeros((len(speeds), len(shapes)))
     groups: dict[tuple[Throughput | None, BatchLimits], list[int]] = {}
     for row, speed in enumerate(speeds):
         key = (speed.throughputs.get(device_type), speed.limits)
@@ -166,13 +166,13 @@ def compute_goodputs(speeds: Sequence[FittedSpeed], device_type: str, shapes: Sh
     for (throughput, limits), rows in groups.items():
         table = _tabulate(throughput, limits, shapes)
         scales = np.array([speeds[row].noise_scale for row in rows])
-        found[rows] = _best(table, scales)
+        result[rows] = _best(table, scales)
     caps = np.array([speed.max_devices for speed in speeds], dtype=np.float64)
     slowdowns = np.array([speed.slowdown for speed in speeds])
     multiples = np.array([speed.multiple for speed in speeds], dtype=np.int64)
     devices = np.array(shapes.devices)
     fits = (devices[None, :] <= caps[:, None]) & (devices[None, :] % multiples[:, None] == 0)
-    return np.where(fits, found, 0.0) / slowdowns[:, None]
+    return np.where(fits, result, 0.0) / slowdowns[:, None]
 
 
 @lru_cache(maxsize=4096)

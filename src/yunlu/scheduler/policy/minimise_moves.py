@@ -60,12 +60,12 @@ def _weigh(
         placed = placements.get(job.id)
         if placed is None:
             continue
-        for place, (name, has) in enumerate(job.held.shares):
+        for index, (name, has) in enumerate(job.held.shares):
             if name not in alike:
                 continue
             for role, gets in placed.shares:
                 if role in alike:
-                    worth[role, name] += min(has, gets) + _LEAD * (place == 0 and gets >= has)
+                    worth[role, name] += min(has, gets) + _LEAD * (index == 0 and gets >= has)
     return worth
 
 

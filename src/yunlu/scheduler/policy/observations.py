@@ -123,10 +123,10 @@ def split_batch(limits: BatchLimits, total: int, devices: int) -> BatchSplit:
     if devices == 1 and total > limits.base:
         # One lonely pass gives nothing to measure the noise from.
         accumulation = max(1, accumulation)
-    each = limits.local_most
+    item = limits.local_most
     if not limits.is_whole:
-        each = math.ceil(local / (accumulation + 1) - _EPSILON)
-    return clamp_batch(limits, BatchSplit(each, accumulation), devices)
+        item = math.ceil(local / (accumulation + 1) - _EPSILON)
+    return clamp_batch(limits, BatchSplit(item, accumulation), devices)
 
 
 def clamp_batch(limits: BatchLimits, batch: BatchSplit, devices: int) -> BatchSplit:

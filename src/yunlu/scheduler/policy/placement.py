@@ -209,15 +209,15 @@ class _Floor:
 
     def _leavers(self, name: str, needed: int, below: int) -> list[PlacementRequest] | None:
         """The smallest jobs that live on this machine alone and give back as many as needed."""
-        found: list[PlacementRequest] = []
+        matches: list[PlacementRequest] = []
         for want in sorted(self.tenants.get(name, {}).values(), key=lambda want: want.devices):
             if needed <= 0:
                 break
             is_movable = not want.is_pinned and want.stays and want.devices < below
             if is_movable and self.placements[want.id].nodes == 1:
-                found.append(want)
+                matches.append(want)
                 needed -= want.devices
-        return found if needed <= 0 else None
+        return matches if needed <= 0 else None
 
     def _clear_whole(self, count: int) -> list[PlacementRequest]:
         """Empty the least used machines until there are enough whole ones."""

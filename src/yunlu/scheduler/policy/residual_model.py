@@ -71,7 +71,7 @@ def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> Res
 
 def _tell_likeness(at: tuple[Ints, Ints, Floats], known: tuple[Ints, Ints, Floats]) -> Floats:
     """The covariance of each place (leading axes) with each known one (the last axis)."""
-    nodes, devices, local = (each[..., None] for each in at)
+    nodes, devices, local = (item[..., None] for item in at)
     # Within a node and between nodes, gradients are summed over different wires.
     is_alike = (nodes > 1) == (known[0] > 1)
     devices_away = np.abs(np.log(devices / known[1]))

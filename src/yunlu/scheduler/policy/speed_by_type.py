@@ -184,7 +184,7 @@ def tabulate_goodputs(
     """Goodput of every job (rows) in every shape (columns: type, nodes, devices)."""
     table = np.zeros((len(jobs), len(types)))
     for name in dict.fromkeys(types):
-        columns = [at for at, each in enumerate(types) if each == name]
+        columns = [at for at, item in enumerate(types) if item == name]
         shapes = ShapeList(
             tuple(int(nodes[at]) for at in columns), tuple(int(devices[at]) for at in columns)
         )

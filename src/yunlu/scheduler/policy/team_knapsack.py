@@ -57,8 +57,8 @@ def solve_priced_with_teams(
         moved = over | under
         tolls[moved] = (low[moved] + high[moved]) / 2
         toll = np.zeros(len(worth))
-        for group, each in zip(groups, tolls, strict=True):
-            toll[group.rows] = each
+        for group, item in zip(groups, tolls, strict=True):
+            toll[group.rows] = item
         tolled = worth - toll[:, None] * options.sizes
         choice = solve_priced(tolled, options, must_run=must_run, prices=prices, gap=gap)
     return _cut(best, worth, options, groups)

@@ -75,7 +75,7 @@ class SpotModel:
         rows: list[int] = []
         columns: list[int] = []
         chances: list[float] = []
-        kept = math.exp(-step_s / self.memory_s)
+        retained = math.exp(-step_s / self.memory_s)
         widths = np.diff((0.0, *AGE_EDGES_S))
         for is_up in (False, True):
             ends = 1 - np.exp(-self.rates_per_s(is_up) * step_s)
@@ -83,7 +83,7 @@ class SpotModel:
                 older = min(1.0, step_s / widths[age]) if age < len(widths) else 0.0
                 for column, share in enumerate(SHARES):
                     end = float(ends[age, column])
-                    for near, weight in _spread(share * kept + is_up * (1 - kept)):
+                    for near, weight in _spread(share * retained + is_up * (1 - retained)):
                         here = _index(is_up, age, column)
                         nexts = (
                             (_index(not is_up, 0, near), end),
@@ -99,7 +99,7 @@ class SpotModel:
 
 
 @dataclass(slots=True)
-class Memory:
+class SpotHistory:
     """What is remembered of a place: told at each tick whether spot is up."""
 
     model: SpotModel
@@ -124,8 +124,8 @@ class Memory:
             self.expected = [count * forgotten for count in self.expected]
             self.expected[before] += step_s * model.rate_per_s(before, self.age_s, self.share)
             self.ended[before] += is_up is not before
-            kept = math.exp(-step_s / model.memory_s)
-            self.share = self.share * kept + before * (1 - kept)
+            retained = math.exp(-step_s / model.memory_s)
+            self.share = self.share * retained + before * (1 - retained)
             self.age_s = self.age_s + step_s if is_up is before else 0.0
         self.is_up = is_up
 
@@ -157,6 +157,6 @@ def _index(is_up: bool, age: int, share: int) -> int:
 
 def _spread(share: float) -> tuple[tuple[int, float], ...]:
     """The grid points around a share, with their weights."""
-    place = share * (len(SHARES) - 1)
-    low = min(int(place), len(SHARES) - 2)
-    return ((low, low + 1 - place), (low + 1, place - low))
+    index = share * (len(SHARES) - 1)
+    low = min(int(index), len(SHARES) - 2)
+    return ((low, low + 1 - index), (low + 1, index - low))

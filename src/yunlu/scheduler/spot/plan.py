@@ -31,7 +31,7 @@ _NEVER = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SpotPlan:
     """What to do, and what it is expected to cost."""
 
     step_s: float
@@ -62,14 +62,14 @@ class _Level:
     on_demand_starting: list[NDArray[np.float64]]
 
 
-def make_plan(
+def make_spot_plan(
     job: DeadlineJob,
     model: SpotModel,
     *,
     spot_dollars_per_hour: float,
     on_demand_dollars_per_hour: float,
     levels: int = LEVELS,
-) -> Plan:
+) -> SpotPlan:
     """Plan one job."""
     step_s, starting = _choose_step(job, levels)
     work, slacks = math.ceil(job.work_s / step_s), int((job.deadline_s - job.work_s) / step_s) + 2
@@ -88,7 +88,7 @@ def make_plan(
     level = sweep.last()
     for number in range(1, last + 1):
         level = sweep.before(level, number, actions[number])
-    return Plan(step_s=step_s, actions=actions, expected_dollars=level.idle[:, -1].copy())
+    return SpotPlan(step_s=step_s, actions=actions, expected_dollars=level.idle[:, -1].copy())
 
 
 def _choose_step(job: DeadlineJob, levels: int) -> tuple[float, int]:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.scheduler.spot.model import Memory
-from yunlu.scheduler.spot.nets import keep_promises
-from yunlu.scheduler.spot.plan import LEVELS, make_plan
+from yunlu.scheduler.spot.model import SpotHistory
+from yunlu.scheduler.spot.safety_net import apply_safety_net
+from yunlu.scheduler.spot.plan import LEVELS, make_spot_plan
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.values import Mode
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from yunlu.scheduler.spot.model import SpotModel
-    from yunlu.scheduler.spot.plan import Plan
-    from yunlu.scheduler.spot.values import DeadlineJob, Sight
+    from yunlu.scheduler.spot.plan import SpotPlan
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotObservation
 
 _PRICE_STEP = 0.05
 """Prices nearer than this share of on-demand have one plan."""
@@ -28,17 +28,17 @@ _MOST_FACTOR_STEPS = 4
 
 
 @dataclass(slots=True)
-class Plans:
+class SpotPlanCache:
     """The plans of one job, by the price of spot and the place; made when asked for, and shared."""
 
     job: DeadlineJob
     model: SpotModel = PRIOR
     levels: int = LEVELS
-    made: dict[tuple[int, int, int], Plan] = field(
+    made: dict[tuple[int, int, int], SpotPlan] = field(
         default_factory=dict[tuple[int, int, int], "Plan"], init=False
     )
 
-    def at(self, price_share: float, *, up: float = 1.0, down: float = 1.0) -> Plan:
+    def at(self, price_share: float, *, up: float = 1.0, down: float = 1.0) -> SpotPlan:
         """The plan where spot costs this share of on-demand (which costs 1 an hour).
 
         ``up`` and ``down`` say how many times as fast as in the model spells end there.
@@ -46,7 +46,7 @@ class Plans:
         price = min(max(round(price_share / _PRICE_STEP), 1), round(1 / _PRICE_STEP) - 1)
         key = (price, _factor_steps(up), _factor_steps(down))
         if key not in self.made:
-            self.made[key] = make_plan(
+            self.made[key] = make_spot_plan(
                 self.job,
                 self.model.scaled(
                     up=2 ** (key[1] * _FACTOR_STEP), down=2 ** (key[2] * _FACTOR_STEP)
@@ -63,14 +63,14 @@ def _factor_steps(factor: float) -> int:
     return min(max(steps, -_MOST_FACTOR_STEPS), _MOST_FACTOR_STEPS)
 
 
-class Planned:
+class PlannedSpotPolicy:
     """Follows the plan from what it remembers of the place, and never breaks the two promises."""
 
     name = "planned"
 
-    def __init__(self, plans: Plans, *, price_share: float = 0.3) -> None:
+    def __init__(self, plans: SpotPlanCache, *, price_share: float = 0.3) -> None:
         self.job = plans.job
-        self.memory = Memory(plans.model)
+        self.memory = SpotHistory(plans.model)
         self._plans = plans
         self._price_share = price_share
         """What spot costs against on-demand, as far as it is known."""
@@ -80,14 +80,14 @@ class Planned:
         for is_up in was_up.tolist():
             self.memory.observe(is_up, step_s)
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         """The plan's choice, or the nearest that is safe."""
         self.memory.observe(sight.is_spot_up, sight.step_s)
         if sight.is_spot_up:
             self._price_share = sight.spot_dollars_per_hour / sight.on_demand_dollars_per_hour
-        return keep_promises(self.job, sight, self._wish(sight))
+        return apply_safety_net(self.job, sight, self._wish(sight))
 
-    def _wish(self, sight: Sight) -> Mode:
+    def _wish(self, sight: SpotObservation) -> Mode:
         if sight.mode is Mode.SPOT:
             return Mode.SPOT
         plan = self._plans.at(

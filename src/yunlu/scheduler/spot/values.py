@@ -58,7 +58,7 @@ class Market:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class SpotObservation:
     """All that a policy may know at one tick: the past, and what spot is like now."""
 
     elapsed_s: float
@@ -76,18 +76,18 @@ class Sight:
     """When it will be asked again."""
 
 
-class SpotPolicy(Protocol):
+class DeadlinePolicy(Protocol):
     """A way to meet a deadline cheaply; one object serves one job, tick after tick."""
 
     name: str
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         """What to run on until asked again. ``SPOT`` only while spot is up."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SpotOutcome:
     """What became of one job."""
 
     cost_dollars: float

@@ -122,7 +122,7 @@ class Frontier:
     ) -> Judgement | None:
         """The verdict where it is clear without the model."""
         rows, rung = np.array([row]), int(table.rungs[row])
-        better, of = (int(each[0]) for each in rank(table, rows, milestones))
+        better, of = (int(item[0]) for item in rank(table, rows, milestones))
         reason = f"{better} of {of} were better at rung {rung}"
         if of >= _ENOUGH and better >= 0.75 * of:
             return Judgement(Verdict.PRUNE, reason=reason)
@@ -176,8 +176,8 @@ class Frontier:
             spread = self.encoder.sobol_units(2 * wanted, self.seed)
             spread[1::2] = self.encoder.apply_prior(spread[1::2])
             evenly = [self.encoder.to_params(row) for row in spread]
-            found = [each for each in [*self.past.best, *evenly] if self.allows(each)]
-            self._openings = found[:wanted]
+            result = [item for item in [*self.past.best, *evenly] if self.allows(item)]
+            self._openings = result[:wanted]
         if number < len(self._openings):
             return StartTrial(self._openings[number], until)
         params = self.draw(np.random.default_rng([self.seed, number]))

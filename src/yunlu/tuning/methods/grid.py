@@ -75,12 +75,12 @@ class GridSampler:
 
 def _refuse_endless(dimensions: Sequence[Dimension], points: Mapping[str, int]) -> None:
     values = {d.name: list_values(d, points=points.get(d.name)) for d in dimensions}
-    if endless := [name for name, found in values.items() if not found]:
+    if endless := [name for name, result in values.items() if not result]:
         raise JobError(
             f"search.method: grid tries every setting, but {', '.join(endless)} may be any number.",
             hint="say how many values to take ('1e-4 .. 1e-1 log count 4'), a step, or list them",
         )
-    count = math.prod(len(found) for found in values.values())
+    count = math.prod(len(value) for value in values.values())
     if count > _MOST_SETTINGS:
         raise JobError(
             f"search.method: a grid of {count:,} settings is more than {_MOST_SETTINGS:,}.",

@@ -59,22 +59,22 @@ def observe(
 
     Two points tell whether a curve still falls.
     """
-    found: list[tuple[int, int, float]] = []
+    matches: list[tuple[int, int, float]] = []
     for row, rung in zip(rows.tolist(), rungs.tolist(), strict=True):
         last = table.best_at(row, rung)
         earlier = table.best_at(row, max(rung // 2, 1))
-        found.append((row, *last))
+        matches.append((row, *last))
         if earlier[0] != last[0]:
-            found.append((row, *earlier))
-    trials = np.array([each[0] for each in found], dtype=np.intp)
-    raw = scale.rate(np.array([each[2] for each in found]))
+            matches.append((row, *earlier))
+    trials = np.array([item[0] for item in matches], dtype=np.intp)
+    raw = scale.rate(np.array([item[2] for item in matches]))
     scale = replace(scale, mean=float(raw.mean()), deviation=float(raw.std()) or 1.0)
     seen = CurveObservations(
         table.features[trials],
-        np.log([each[1] for each in found]),
+        np.log([item[1] for item in matches]),
         trials,
         (raw - scale.mean) / scale.deviation,
-        np.zeros(len(found)),
+        np.zeros(len(matches)),
     )
     return seen, scale
 

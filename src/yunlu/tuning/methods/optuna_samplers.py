@@ -87,8 +87,8 @@ class OptunaSampler:
         number = len(snapshot.trials)
         taken = self._draws.taken(snapshot.trials)
         known = [trial for trial in self._past if self._fits(trial.params)]
-        told = sum(has_result(trial) for trial in (*known, *snapshot.trials))
-        if told >= self._opening:
+        result = sum(has_result(trial) for trial in (*known, *snapshot.trials))
+        if result >= self._opening:
             frozen = self._freeze([*known, *snapshot.trials])
             for attempt in range(_ATTEMPTS):
                 params = self._ask(list(frozen), mix_seed(self._seed, number, attempt))
@@ -138,11 +138,11 @@ class OptunaSampler:
         worst = float(rank_values(results).max(initial=0.0))
         frozen: list[FrozenTrial] = []
         for index, trial in enumerate(trials):
-            kept = self._frozen.get(index)
-            if kept is None or kept[0] is not trial or kept[1] != worst:
-                kept = (trial, worst, self._freeze_one(index, trial, worst))
-                self._frozen[index] = kept
-            frozen.append(kept[2])
+            retained = self._frozen.get(index)
+            if retained is None or retained[0] is not trial or retained[1] != worst:
+                retained = (trial, worst, self._freeze_one(index, trial, worst))
+                self._frozen[index] = retained
+            frozen.append(retained[2])
         if self._kind == "nsga2":
             _number_generations(frozen, self._population)
         return frozen

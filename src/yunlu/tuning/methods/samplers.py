@@ -241,10 +241,10 @@ class CmaEsSampler:
 
 def rank_values(values: Sequence[float]) -> NDArray[np.float64]:
     """The values, with those that are no numbers at the worst of the others."""
-    found = np.asarray(values, dtype=np.float64)
-    finite = found[np.isfinite(found)]
+    result = np.asarray(values, dtype=np.float64)
+    finite = result[np.isfinite(result)]
     worst = float(finite.max()) if finite.size else 0.0
-    return np.where(np.isfinite(found), found, worst)
+    return np.where(np.isfinite(result), result, worst)
 
 
 def _order(point: Any) -> float:

@@ -240,10 +240,10 @@ class SuccessiveHalving:
         return [t for t in snapshot.trials if self.bracket_of(t.number, snapshot.rungs) == bracket]
 
     def _all_rivals(self, snapshot: StudySnapshot) -> list[list[Trial]]:
-        found: dict[int, list[Trial]] = {}
+        result: dict[int, list[Trial]] = {}
         for trial in snapshot.trials:
-            found.setdefault(self.bracket_of(trial.number, snapshot.rungs), []).append(trial)
-        return [found[bracket] for bracket in sorted(found)]
+            result.setdefault(self.bracket_of(trial.number, snapshot.rungs), []).append(trial)
+        return [result[bracket] for bracket in sorted(result)]
 
     def _promotable(
         self, rivals: Sequence[Trial], rung: int, *, arriving: int | None = None

@@ -121,7 +121,7 @@ def fit_kernel(seen: CurveObservations, owners: Indices, *, steps: int = 20) -> 
         far = (vector - start) / spread
         return loss + 0.5 * float(far @ far), gradient + far / spread
 
-    found = minimize(
+    result = minimize(
         lose,
         start,
         jac=True,
@@ -129,7 +129,7 @@ def fit_kernel(seen: CurveObservations, owners: Indices, *, steps: int = 20) -> 
         bounds=list(zip(start - 3 * spread, start + 3 * spread, strict=True)),
         options={"maxiter": steps, "maxfun": steps + 5},
     )
-    return KernelParams(np.asarray(found.x, dtype=np.float64), owners)
+    return KernelParams(np.asarray(result.x, dtype=np.float64), owners)
 
 
 class LikelihoodGradient:

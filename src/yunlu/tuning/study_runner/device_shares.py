@@ -120,10 +120,10 @@ def share_devices(
     hosted, queued = _fit(free, running, waiting)
     if queued:
         return {**shares, **_crowd(free, running, waiting)}
-    found = _solve(free, hosted, aim)
-    if aim == "rung" and _pays_to_wait(devices, claims, found):
-        found = {claim.number: claim.held for claim in movable}
-    return {**shares, **found}
+    result = _solve(free, hosted, aim)
+    if aim == "rung" and _pays_to_wait(devices, claims, result):
+        result = {claim.number: claim.held for claim in movable}
+    return {**shares, **result}
 
 
 def find_promises(trials: Sequence[Trial]) -> dict[int, float]:
@@ -199,13 +199,13 @@ def _crowd(
 def _solve(free: int, claims: Sequence[DeviceClaim], aim: Aim) -> dict[int, int]:
     """The best sizes; a trial shrinks for another's growth only for a large gain."""
     solve = _favour if aim == "best" else _level
-    found = solve(free, claims)
-    shrinks = any(found[claim.number] < claim.held for claim in claims)
+    result = solve(free, claims)
+    shrinks = any(result[claim.number] < claim.held for claim in claims)
     if not shrinks or not all(claim.held for claim in claims):  # who begins must find room
-        return found
-    kept = solve(free, [replace(c, least=max(c.least, min(c.held, c.most))) for c in claims])
-    worth = (1.0 - _WORTH_SHRINKING) * _cost(claims, kept, aim)
-    return found if _cost(claims, found, aim) < worth else kept
+        return result
+    retained = solve(free, [replace(c, least=max(c.least, min(c.held, c.most))) for c in claims])
+    worth = (1.0 - _WORTH_SHRINKING) * _cost(claims, retained, aim)
+    return result if _cost(claims, result, aim) < worth else retained
 
 
 def _cost(claims: Sequence[DeviceClaim], shares: Mapping[int, int], aim: Aim) -> float:
@@ -220,13 +220,13 @@ def _level(free: int, claims: Sequence[DeviceClaim]) -> dict[int, int]:
     if not claims:
         return {}
     spans = {c.number: {k: c.span_s(k) for k in c.sizes(free)} for c in claims}
-    limits = sorted({span for each in spans.values() for span in each.values()})
+    limits = sorted({span for one_span in spans.values() for span in one_span.values()})
 
     def need(limit: float) -> dict[int, int]:
         """The fewest devices with which each arrives in time."""
         return {
-            number: next((k for k, span in each.items() if span <= limit), MANY)
-            for number, each in spans.items()
+            number: next((k for k, span in item.items() if span <= limit), MANY)
+            for number, item in spans.items()
         }
 
     at = bisect_left(limits, True, key=lambda limit: sum(need(limit).values()) <= free)
@@ -249,11 +249,11 @@ def _use_rest(
     while left:
         longest = sorted(claims, key=lambda c: (-spans[c.number][shares[c.number]], -c.promise))
         steps = ((c, _next_size(c, shares[c.number], left, spans[c.number])) for c in longest)
-        found = next(((c, size) for c, size in steps if size), None)
-        if found is None:
+        result = next(((c, size) for c, size in steps if size), None)
+        if result is None:
             break
-        left -= found[1] - shares[found[0].number]
-        shares[found[0].number] = found[1]
+        left -= result[1] - shares[result[0].number]
+        shares[result[0].number] = result[1]
     return shares
 
 

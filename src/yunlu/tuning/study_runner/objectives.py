@@ -54,12 +54,12 @@ def check_metrics_reported(request: StudyRequest, events: TrialEvents) -> None:
 
 def check_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
     """End the study where a trial that just failed shows that none will succeed."""
-    if any(best_point(each.trial) or each.state is TrialState.DONE for each in facts):
+    if any(best_point(fact.trial) or fact.state is TrialState.DONE for fact in facts):
         return
     if "asks for the metric" in message:  # the same for every setting
         raise StudyError(message, hint=hint)
-    failed = [each for each in facts if each.state is TrialState.FAILED]
-    alike = [each for each in failed if _bare(each.error or "") == _bare(message)]
+    failed = [fact for fact in facts if fact.state is TrialState.FAILED]
+    alike = [item for item in failed if _bare(item.error or "") == _bare(message)]
     if len(alike) >= ALIKE:
         first = failed[0]
         logs = f"yunlu logs {first.run} shows the whole of it" if first.run else None

@@ -246,10 +246,10 @@ class StudyRunner:
         if size <= watched.events.offset:
             return
         for event, offset in watched.run.read_events(offset=watched.events.offset):
-            found = watched.events.apply_event(event)
+            result = watched.events.apply_event(event)
             watched.events.offset = offset
-            if found is not None:
-                self._take_evaluation(watched, found)
+            if result is not None:
+                self._take_evaluation(watched, result)
         self._check_plan(watched)
         if not watched.events.state.is_active:
             self._has_news = True

@@ -52,9 +52,9 @@ def shared_rung(one: Job, other: Job, events: TrialEvents) -> int:
     steps = shared_steps(one, other, samples=events.train_samples, plan=events.plan)
     rungs = [
         rung
-        for rung, found in events.evaluated.items()
+        for rung, result in events.evaluated.items()
         # An evaluation at the end of the run need not exist in the other job.
-        if found.step <= steps and found.step % every == 0 and found.step in events.checkpoints
+        if result.step <= steps and result.step % every == 0 and result.step in events.checkpoints
     ]
     return max(rungs, default=0)
 
@@ -90,7 +90,7 @@ def find_length(job: Job, *, samples: int, batch: int) -> TrainingLength:
     steps = count_steps(job, samples=samples, batch=batch)
     warmup, optimizer = job.train.schedule.warmup, job.train.optimizer
     if warmup == "auto":
-        found, _ = warmup_steps_for(
+        result, _ = warmup_steps_for(
             steps=steps,
             steps_per_epoch=-(-samples // batch),
             batch=batch,
@@ -98,8 +98,8 @@ def find_length(job: Job, *, samples: int, batch: int) -> TrainingLength:
             rule=optimizer.scaling,
         )
     else:
-        found = min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
-    return TrainingLength(steps=steps, warmup_steps=found)
+        result = min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
+    return TrainingLength(steps=steps, warmup_steps=result)
 
 
 def _is_late(name: str) -> bool:

@@ -88,8 +88,8 @@ class TrialEvents:
 
     def step_of(self, rung: int) -> int | None:
         """Step of a rung's evaluation."""
-        found = self.evaluated.get(rung)
-        return None if found is None else found.step
+        result = self.evaluated.get(rung)
+        return None if result is None else result.step
 
     def apply_event(self, event: Event) -> RungScore | None:
         """Apply one event; return the validation score it carries, if any."""

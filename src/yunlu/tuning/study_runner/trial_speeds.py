@@ -65,7 +65,7 @@ class TrialSpeeds:
         starts_s = [
             progress.startup_s for progress in runs_progress if progress.startup_s is not None
         ]
-        rungs_s = [s for each in self._progress if (s := self._own_rung_s(each)) is not None]
+        rungs_s = [s for item in self._progress if (s := self._own_rung_s(item)) is not None]
         self.resize_s = median(resizes_s) if resizes_s else _RESIZE_S
         self.start_s = median(starts_s) if starts_s else _START_S
         self._usual_rung_s = median(rungs_s) if rungs_s else _RUNG_S
@@ -130,7 +130,7 @@ class TrialSpeeds:
 def _steps_s(progress: RunProgress) -> list[tuple[int, float]]:
     """Median step time for each number of devices observed."""
     return [
-        (each.devices, pace_s)
-        for each in progress.seen("")
-        if (pace_s := progress.pace_s(each.devices)) is not None
+        (item.devices, pace_s)
+        for item in progress.seen("")
+        if (pace_s := progress.pace_s(item.devices)) is not None
     ]

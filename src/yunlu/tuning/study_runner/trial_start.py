@@ -37,7 +37,7 @@ class TrialStarter:
         if move.copy_from is not None:
             return False
         original = next(
-            (each for each in self._records.facts() if _is_duplicate(each, move.params)), None
+            (fact for fact in self._records.facts() if _is_duplicate(fact, move.params)), None
         )
         if original is None:
             return False

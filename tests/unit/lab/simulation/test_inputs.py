@@ -98,4 +98,4 @@ def test_policies_are_found_by_name_or_named_as_objects() -> None:
     with pytest.raises(SimulationError, match="did you mean 'tiresias'"):
         make_contestant("tiresia")
     with pytest.raises(SimulationError, match="no method decide"):
-        make_contestant("yunlu.lab.simulation.rules:Rules")
+        make_contestant("yunlu.lab.simulation.rules:SimulationRules")

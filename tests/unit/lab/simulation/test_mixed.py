@@ -17,7 +17,7 @@ from yunlu.lab.simulation.mixed import (
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.profiles import Profiles
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
 from yunlu.scheduler.policy.speed_by_type import (
@@ -134,7 +134,7 @@ def test_a_workload_is_replayed_to_its_end_the_same_each_time(
     measured: tuple[Profiles, TableKnowledge], folder: Path, policy: str
 ) -> None:
     workload = make_workload([(60.0 * at, "toy", 1, 64) for at in range(8)])
-    rules = Rules(
+    rules = SimulationRules(
         restart_s_by_application={"toy": 50.0},
         slowdown_by_application={"toy": 1.5},
         restarts_on_move=False,

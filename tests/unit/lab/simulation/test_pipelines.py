@@ -12,7 +12,7 @@ from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.mixed import load_knowledge, load_mixed_profiles
 from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.profiles import load_application
-from yunlu.lab.simulation.rules import Rules
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
@@ -121,7 +121,7 @@ def test_pipelines_run_beside_others_on_whole_copies_only(folder: Path, policy: 
         load_mixed_profiles(folder, names, TYPES),
         NODES,
         contestant.policy,
-        rules=contestant.bend(Rules(restarts_on_move=False)),
+        rules=contestant.bend(SimulationRules(restarts_on_move=False)),
         estimator=contestant.estimator,
     )
     assert len(outcome.jct_s) == 4

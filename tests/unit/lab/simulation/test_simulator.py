@@ -14,9 +14,9 @@ from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_work
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.contestants import make_contestant
-from yunlu.lab.simulation.outcome import Outcome
+from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Application, Profiles
-from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.seats import find_seats
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
@@ -89,7 +89,7 @@ def best_rate(application: Application) -> float:
     return best
 
 
-def check(outcome: Outcome, profiles: Profiles, restart_s: float) -> None:
+def check(outcome: SimulationOutcome, profiles: Profiles, restart_s: float) -> None:
     """What must hold whatever the policy."""
     for node in outcome.nodes:
         changes = sorted(
@@ -133,9 +133,9 @@ def test_our_own_policy_is_replayed_by_name(profiles: Profiles, name: str) -> No
     kinds = ("light", "heavy")
     workload = make_workload([(40 * n, kinds[n % 2], 1 + n % 8, 64) for n in range(12)])
 
-    def run() -> Outcome:
+    def run() -> SimulationOutcome:
         contestant = make_contestant(name)
-        rules = contestant.bend(Rules())
+        rules = contestant.bend(SimulationRules())
         return simulate(
             workload,
             profiles,
@@ -173,7 +173,7 @@ def test_idle_time_is_skipped_but_rounds_stay_on_their_grid(profiles: Profiles) 
 def test_events_start_jobs_when_they_come_and_when_others_end(profiles: Profiles) -> None:
     workload = make_workload([(10, "light", 8, 256), (11, "light", 8, 256)])
     outcome = simulate(
-        workload, profiles, NODES, BASELINES["fifo"](), rules=Rules(is_event_driven=True)
+        workload, profiles, NODES, BASELINES["fifo"](), rules=SimulationRules(is_event_driven=True)
     )
     first, second = outcome.jobs
     assert first.wait_s == 0
@@ -189,7 +189,9 @@ def test_moving_to_like_devices_is_free_where_the_rules_say_so(profiles: Profile
             return Decision(placements={state.jobs[0].id: Placement(((node, 1),))})
 
     workload = make_workload([(0, "light", 1, BASE)])
-    free = simulate(workload, profiles, NODES, Wander(), rules=Rules(restarts_on_move=False))
+    free = simulate(
+        workload, profiles, NODES, Wander(), rules=SimulationRules(restarts_on_move=False)
+    )
     dear = simulate(workload, profiles, NODES, Wander())
     assert free.jobs[0].restarts == 0
     assert dear.jobs[0].restarts > 5
@@ -228,7 +230,7 @@ def test_a_policy_that_never_serves_is_stopped(profiles: Profiles) -> None:
 
     workload = make_workload([(0, "light", 1, BASE)])
     with pytest.raises(SimulationError, match="idle has not ended 1 jobs"):
-        simulate(workload, profiles, NODES, Idle(), rules=Rules(limit_s=86400))
+        simulate(workload, profiles, NODES, Idle(), rules=SimulationRules(limit_s=86400))
 
 
 def test_an_estimator_sees_what_a_live_pool_would(profiles: Profiles) -> None:
@@ -263,7 +265,7 @@ def test_nobody_knows_what_a_step_shows_before_it_is_made(profiles: Profiles) ->
 
     # The second comes while the first still restarts.
     workload = make_workload([(10, "light", 2, 64), (35, "light", 2, 64)])
-    rules = Rules(is_event_driven=True)
+    rules = SimulationRules(is_event_driven=True)
     simulate(workload, profiles, NODES, Note(), estimator=Watcher(), rules=rules)
     assert known[:3] == [(10, 0), (35, 0), (60, 1)]
 
@@ -286,7 +288,7 @@ def test_jobs_learn_from_each_other_where_the_rules_say_so(profiles: Profiles) -
         NODES,
         BASELINES["fixed"](),
         estimator=watcher,
-        rules=Rules(is_shared=True),
+        rules=SimulationRules(is_shared=True),
     )
     late = [seen for seen in watcher.shown if seen.signature == "light" and not seen.timings][-1]
     assert late.shared_timings
@@ -312,7 +314,7 @@ def test_length_is_told_only_where_it_is_declared(profiles: Profiles) -> None:
     assert told[0] == whole
     assert all(later is not None and 0 < later <= whole for later in told)
     told.clear()
-    simulate(workload, profiles, NODES, Note(), rules=Rules(declares_length=False))
+    simulate(workload, profiles, NODES, Note(), rules=SimulationRules(declares_length=False))
     assert set(told) == {None}
     told.clear()
     simulate(workload, profiles, NODES, Note(), trouble=Trouble(length_error=2.0, seed=3))
@@ -324,7 +326,9 @@ def test_length_is_told_only_where_it_is_declared(profiles: Profiles) -> None:
 
 def test_slowdown_and_restart_can_differ_by_application(profiles: Profiles) -> None:
     workload = make_workload([(0, "light", 1, BASE), (0, "heavy", 1, BASE)])
-    rules = Rules(slowdown_by_application={"light": 2.0}, restart_s_by_application={"heavy": 90})
+    rules = SimulationRules(
+        slowdown_by_application={"light": 2.0}, restart_s_by_application={"heavy": 90}
+    )
     usual = simulate(workload, profiles, NODES, BASELINES["fifo"]())
     changed = simulate(workload, profiles, NODES, BASELINES["fifo"](), rules=rules)
     light, heavy = changed.jobs

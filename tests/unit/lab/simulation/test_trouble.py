@@ -9,9 +9,9 @@ import pytest
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Placement
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.outcome import Outcome
+from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Profiles
-from yunlu.lab.simulation.rules import Rules, Trouble
+from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.seats import find_seats
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -42,12 +42,12 @@ def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
     ]
     workload = make_workload(jobs)
 
-    def run(trouble: Trouble, rules: Rules) -> Outcome:
+    def run(trouble: Trouble, rules: SimulationRules) -> SimulationOutcome:
         return simulate(
             workload, profiles, NODES, BASELINES["shortest"](), trouble=trouble, rules=rules
         )
 
-    for rules in (Rules(), Rules(is_event_driven=True)):
+    for rules in (SimulationRules(), SimulationRules(is_event_driven=True)):
         outcome = run(trouble, rules)
         assert outcome.jct_s == run(trouble, rules).jct_s
         assert all(math.isfinite(job.ended_at) for job in outcome.jobs)
@@ -83,7 +83,7 @@ def test_neighbours_on_several_nodes_slow_each_other_down(profiles: Profiles) ->
     alone = make_workload([(0, "light", 2, 64)])
     trouble = Trouble(interference=0.5)
 
-    def train_s(outcome: Outcome) -> float:
+    def train_s(outcome: SimulationOutcome) -> float:
         return outcome.jobs[0].ended_at - 90
 
     calm = simulate(alone, profiles, NODES, Spread(), trouble=trouble)

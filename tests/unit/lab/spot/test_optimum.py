@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yunlu.lab.spot.baselines import Greedy, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay
-from yunlu.scheduler.spot.values import DeadlineJob, Market, Mode, Sight
+from yunlu.scheduler.spot.values import DeadlineJob, Market, Mode, SpotObservation
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Script:
     modes: tuple[Mode, ...]
     name: str = "script"
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         tick = round(sight.elapsed_s / sight.step_s)
         mode = self.modes[min(tick, len(self.modes) - 1)]
         return mode if sight.is_spot_up or mode is not Mode.SPOT else Mode.IDLE

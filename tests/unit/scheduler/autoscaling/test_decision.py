@@ -12,12 +12,12 @@ from yunlu.hardware.fleet import Placement
 from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
 from yunlu.scheduler.autoscaling.decision import decide_nodes
 from yunlu.scheduler.autoscaling.values import (
-    NodeLease,
     Limits,
-    ScalingMemory,
+    NodeLease,
     NodeOffer,
-    ScalingRules,
     Scaling,
+    ScalingMemory,
+    ScalingRules,
     TeamLimit,
 )
 from yunlu.scheduler.policy.values import Demand, PoolState
@@ -48,7 +48,9 @@ def job(name: str, **words: object) -> Demand:
     return Demand(**asked)  # pyright: ignore[reportArgumentType]
 
 
-def decide(*jobs: Demand, now: float = 0.0, rules: ScalingRules = AT_ONCE, **words: object) -> Scaling:
+def decide(
+    *jobs: Demand, now: float = 0.0, rules: ScalingRules = AT_ONCE, **words: object
+) -> Scaling:
     state = PoolState(now=now, nodes=(), jobs=jobs)
     given_words: dict[str, object] = {"offers": (SPOT, DEMAND), **words}
     return decide_nodes(state, rules=rules, **given_words)  # pyright: ignore[reportArgumentType]

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from yunlu.scheduler.spot.model import AGE_EDGES_S, SHARES, Memory, state_of, up_states
-from yunlu.scheduler.spot.plan import make_plan
+from yunlu.scheduler.spot.model import AGE_EDGES_S, SHARES, SpotHistory, state_of, up_states
+from yunlu.scheduler.spot.plan import make_spot_plan
 from yunlu.scheduler.spot.prior import PRIOR
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
 
@@ -14,7 +14,7 @@ JOB = DeadlineJob(work_s=24 * HOUR_S, deadline_s=36 * HOUR_S, restart_s=0.2 * HO
 
 
 def expected(job: DeadlineJob = JOB, *, spot: float = 0.3, on_demand: float = 1.0) -> np.ndarray:
-    plan = make_plan(
+    plan = make_spot_plan(
         job, PRIOR, spot_dollars_per_hour=spot, on_demand_dollars_per_hour=on_demand, levels=120
     )
     return plan.expected_dollars
@@ -61,7 +61,7 @@ def test_a_plan_lies_between_all_spot_and_all_on_demand() -> None:
 
 
 def test_with_plenty_of_time_it_waits_and_with_little_it_does_not() -> None:
-    plan = make_plan(
+    plan = make_spot_plan(
         JOB, PRIOR, spot_dollars_per_hour=0.3, on_demand_dollars_per_hour=1.0, levels=240
     )
     down = state_of(False, 60.0, 0.6)
@@ -73,7 +73,7 @@ def test_with_plenty_of_time_it_waits_and_with_little_it_does_not() -> None:
 
 
 def test_no_plan_wants_spot_that_is_not_up() -> None:
-    plan = make_plan(
+    plan = make_spot_plan(
         JOB, PRIOR, spot_dollars_per_hour=0.3, on_demand_dollars_per_hour=1.0, levels=60
     )
     down = plan.actions[1:, ~up_states(), :]
@@ -82,7 +82,7 @@ def test_no_plan_wants_spot_that_is_not_up() -> None:
 
 
 def test_memory_counts_age_and_share() -> None:
-    memory = Memory(PRIOR)
+    memory = SpotHistory(PRIOR)
     assert memory.share == PRIOR.prior_share
     for _ in range(2000):
         memory.observe(True, 60.0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay, replay_zones
-from yunlu.scheduler.spot.nets import keep_promises
-from yunlu.scheduler.spot.policy import Planned, Plans
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Market, Mode, Sight
+from yunlu.scheduler.spot.safety_net import apply_safety_net
+from yunlu.scheduler.spot.policy import PlannedSpotPolicy, SpotPlanCache
+from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Market, Mode, SpotObservation
 
 PRICE = 1.0
 
@@ -27,9 +27,9 @@ class Wishes:
     wishes: list[Mode]
     name: str = "wishes"
 
-    def choose(self, sight: Sight) -> Mode:
+    def choose(self, sight: SpotObservation) -> Mode:
         tick = round(sight.elapsed_s / sight.step_s)
-        return keep_promises(self.job, sight, self.wishes[tick % len(self.wishes)])
+        return apply_safety_net(self.job, sight, self.wishes[tick % len(self.wishes)])
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_the_planned_policy_is_never_late_and_never_much_dearer(
     data: st.DataObject, market: Market
 ) -> None:
     job = data.draw(jobs_on(market))
-    outcome = replay(Planned(Plans(job, levels=30)), job, market)
+    outcome = replay(PlannedSpotPolicy(SpotPlanCache(job, levels=30)), job, market)
     assert not outcome.is_late
     assert outcome.cost_dollars <= most_dollars(job) + 1e-9
     assert outcome.cost_dollars >= find_optimum(job, market) - 1e-6 * outcome.cost_dollars - 1e-9
@@ -96,7 +96,7 @@ def test_several_zones_keep_the_promises_too(
         spot_dollars_per_hour=other.spot_dollars_per_hour,
         on_demand_dollars_per_hour=PRICE,
     )
-    outcome = replay_zones(Planned(Plans(job, levels=30)), job, (market, second))
+    outcome = replay_zones(PlannedSpotPolicy(SpotPlanCache(job, levels=30)), job, (market, second))
     assert not outcome.is_late
     assert outcome.cost_dollars <= most_dollars(job) + 1e-9
 
@@ -117,7 +117,7 @@ def test_without_spot_it_costs_on_demand_and_one_start() -> None:
         spot_dollars_per_hour=np.full(300, 0.3),
         on_demand_dollars_per_hour=2.0,
     )
-    outcome = replay(Planned(Plans(job, levels=100)), job, market)
+    outcome = replay(PlannedSpotPolicy(SpotPlanCache(job, levels=100)), job, market)
     assert outcome.cost_dollars == pytest.approx(2.0 * 36_700 / 3600)
     assert outcome.starts == 1
 
@@ -131,6 +131,6 @@ def test_with_spot_always_up_it_is_all_spot() -> None:
         spot_dollars_per_hour=np.full(300, 0.6),
         on_demand_dollars_per_hour=2.0,
     )
-    outcome = replay(Planned(Plans(job, levels=100)), job, market)
+    outcome = replay(PlannedSpotPolicy(SpotPlanCache(job, levels=100)), job, market)
     assert outcome.cost_dollars == pytest.approx(0.6 * 36_700 / 3600)
     assert outcome.spot_s == pytest.approx(36_700)

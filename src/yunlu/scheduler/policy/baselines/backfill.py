@@ -50,10 +50,10 @@ def _fill(
     started = [job for job in order if job.id in sizes.given]
     reserved, starts_in_s, spare = _reserve(state, sizes, started, head)
     for job in others:
-        found = sizes.fit(job)
-        if found is None:
+        result = sizes.fit(job)
+        if result is None:
             continue
-        kind, count = found
+        kind, count = result
         if kind != reserved or seconds_left(state, job) + job.restart_s <= starts_in_s:
             sizes.give(job)
         elif count <= spare:

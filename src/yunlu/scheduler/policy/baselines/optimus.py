@@ -60,21 +60,21 @@ def _deal(state: PoolState, kind: str, jobs: list[Demand], left: int) -> dict[st
     given: dict[str, int] = {}
     gains: list[tuple[float, int]] = []
     savings = [_saving(state, kind, job) for job in jobs]
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         least = job.held.devices if job.is_pinned and job.held else max(job.min_devices, 1)
         if least > left:
             continue
         given[job.id] = least
         left -= least
         if left > 0 and not job.is_pinned:
-            gains.append((-savings[place](least), place))
+            gains.append((-savings[index](least), index))
     heapq.heapify(gains)
     while left > 0 and gains and gains[0][0] < 0:
-        _, place = gains[0]
-        job = jobs[place]
+        _, index = gains[0]
+        job = jobs[index]
         given[job.id] += 1
         left -= 1
-        heapq.heapreplace(gains, (-savings[place](given[job.id]), place))
+        heapq.heapreplace(gains, (-savings[index](given[job.id]), index))
     return given
 
 

@@ -98,9 +98,9 @@ def place_sizes(
         kind, size = sizes.get(job.id, ("", 0))
         if job.id in placements or not size:
             continue
-        found = free.take(size, kind)
-        if found is not None:
-            placements[job.id] = found
+        result = free.take(size, kind)
+        if result is not None:
+            placements[job.id] = result
     return placements
 
 
@@ -130,11 +130,11 @@ class SizeLedger:
 
     def give(self, job: Demand) -> bool:
         """Give it what it asks for; whether there was enough."""
-        found = self.fit(job)
-        if found is None:
+        result = self.fit(job)
+        if result is None:
             return False
-        self.given[job.id] = found
-        self._left[found[0]] -= found[1]
+        self.given[job.id] = result
+        self._left[result[0]] -= result[1]
         return True
 
     def is_possible(self, job: Demand) -> bool:

@@ -42,7 +42,7 @@ class _Step:
 
 
 @dataclass(slots=True)
-class Basket:
+class PurchasePlan:
     """What has been chosen so far."""
 
     limits: Limits
@@ -97,7 +97,7 @@ class Basket:
 
 
 @dataclass(slots=True)
-class Shopper:
+class Buyer:
     """One job looking for devices."""
 
     demand: Demand
@@ -132,7 +132,7 @@ class Shopper:
             dollars = nodes * max(offer.dollars_per_hour, _FREE_DOLLARS)
             self.best = max(self.best, float((rates / dollars).max()))
 
-    def next_step(self, basket: Basket) -> _Step | None:
+    def next_step(self, basket: PurchasePlan) -> _Step | None:
         """The step whose dollar brings most; a job stays on the offer it began with."""
         steps = [
             step
@@ -163,7 +163,7 @@ class Shopper:
             return 0.0
         return min(self.need, self.need_held) if self._is_held(size, offer) else self.need
 
-    def _steps(self, offer: NodeOffer, basket: Basket) -> Iterable[_Step]:
+    def _steps(self, offer: NodeOffer, basket: PurchasePlan) -> Iterable[_Step]:
         sizes, rates = self.tables.get(offer.key, ([], []))
         for size, rate in zip(sizes, rates, strict=True):
             if size <= self.size or rate <= self.rate:
@@ -181,14 +181,14 @@ class Shopper:
         return self.rate < self._needed(self.size, self.offer)
 
 
-def shop(
-    shoppers: Sequence[Shopper], basket: Basket, held: Mapping[str, int], rules: ScalingRules
+def plan_purchases(
+    shoppers: Sequence[Buyer], basket: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> None:
     """Fill the basket: deadlines first, then priority, then the best dollar."""
-    order = {id(shopper): place for place, shopper in enumerate(shoppers)}
+    order = {id(shopper): index for index, shopper in enumerate(shoppers)}
     queue: list[tuple[bool, int, float, int]] = []
 
-    def ask(shopper: Shopper) -> None:
+    def ask(shopper: Buyer) -> None:
         step = shopper.next_step(basket)
         if step is not None:
             rank = (
@@ -202,8 +202,8 @@ def shop(
     for shopper in shoppers:
         ask(shopper)
     while queue:
-        _, _, value, place = heapq.heappop(queue)
-        shopper = shoppers[place]
+        _, _, value, index = heapq.heappop(queue)
+        shopper = shoppers[index]
         step = shopper.next_step(basket)
         if step is None:
             continue
@@ -222,7 +222,7 @@ def shop(
 
 
 def _least_worth(
-    shopper: Shopper, step: _Step, basket: Basket, held: Mapping[str, int], rules: ScalingRules
+    shopper: Buyer, step: _Step, basket: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> float:
     """How good a dollar must be: less for what is held already, less for who has waited long."""
     worth = rules.worth
@@ -233,7 +233,7 @@ def _least_worth(
     return worth
 
 
-def usable(demand: Demand, offers: Sequence[NodeOffer], mode: Mode | None) -> list[NodeOffer]:
+def find_usable(demand: Demand, offers: Sequence[NodeOffer], mode: Mode | None) -> list[NodeOffer]:
     """Offers that this job may run on now; cheapest device first."""
     if mode is Mode.IDLE:
         return []

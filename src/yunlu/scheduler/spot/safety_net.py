@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from yunlu.scheduler.spot.values import HOUR_S, Mode
 
 if TYPE_CHECKING:
-    from yunlu.scheduler.spot.values import DeadlineJob, Sight
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotObservation
 
 _SPARE_S = 1e-6
 """Rounding of sums over thousands of ticks must not look like a broken promise."""
 
 
-def keep_promises(job: DeadlineJob, sight: Sight, wanted: Mode) -> Mode:
+def apply_safety_net(job: DeadlineJob, sight: SpotObservation, wanted: Mode) -> Mode:
     """What is wanted, or the nearest thing that keeps both promises."""
     if wanted is Mode.SPOT and not sight.is_spot_up:
         wanted = Mode.IDLE
@@ -29,7 +29,7 @@ def keep_promises(job: DeadlineJob, sight: Sight, wanted: Mode) -> Mode:
     return Mode.ON_DEMAND
 
 
-def is_in_time(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
+def is_in_time(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> bool:
     """Whether on-demand, started after one step of ``mode``, still meets the deadline."""
     if mode is Mode.ON_DEMAND:
         return True
@@ -38,7 +38,7 @@ def is_in_time(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
     return time_left_s - lost_s >= sight.left_s + job.restart_s - _SPARE_S
 
 
-def is_within_cost(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
+def is_within_cost(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> bool:
     """Whether finishing on on-demand after one step of ``mode`` costs at most one restart too many.
 
     The most that may be spent is what on-demand alone costs, its one start included, and one start
@@ -58,7 +58,7 @@ def is_within_cost(job: DeadlineJob, sight: Sight, mode: Mode) -> bool:
     return sight.spent_dollars + step_dollars + back <= most * (1 + 1e-12)
 
 
-def _lost_s(job: DeadlineJob, sight: Sight, mode: Mode) -> float:
+def _lost_s(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> float:
     """How much of the next step does no work."""
     if mode is Mode.IDLE:
         return sight.step_s

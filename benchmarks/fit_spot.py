@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.spot.values import Market
+    from yunlu.scheduler.spot.values import SpotMarket
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "evidence" / "sched" / "spot"
 HELD_OUT = "aws-02-15-2023"
@@ -46,7 +46,7 @@ class Cells:
     ends: NDArray[np.float64]
 
 
-def training_markets(folder: Path) -> list[Market]:
+def training_markets(folder: Path) -> list[SpotMarket]:
     """All traces but those of the held-out period."""
     paths = sorted(folder.rglob("*.json"))
     return [
@@ -56,7 +56,7 @@ def training_markets(folder: Path) -> list[Market]:
     ]
 
 
-def count_cells(markets: Iterable[Market], memory_h: float, prior_share: float) -> Cells:
+def count_cells(markets: Iterable[SpotMarket], memory_h: float, prior_share: float) -> Cells:
     """Watch each trace as the policy would."""
     shape = (2, len(AGE_EDGES_S) + 1, SHARE_BINS)
     hours, ends = np.zeros(shape), np.zeros(shape)
@@ -72,7 +72,7 @@ def count_cells(markets: Iterable[Market], memory_h: float, prior_share: float) 
 
 
 def remember(
-    market: Market, memory_s: float, prior_share: float
+    market: SpotMarket, memory_s: float, prior_share: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What ``Memory`` holds at each tick, all at once: age of the spell, share of the past."""
     kept = np.exp(-market.step_s / memory_s)
@@ -115,7 +115,7 @@ def fit_rates(
     return beta, float((count * log_rate - time * np.exp(log_rate)).sum())
 
 
-def fit_model(markets: list[Market], memory_h: float) -> tuple[SpotModel, float]:
+def fit_model(markets: list[SpotMarket], memory_h: float) -> tuple[SpotModel, float]:
     """The prior for one length of memory, and its log likelihood."""
     prior_share = float(np.mean([market.is_up.mean() for market in markets]))
     cells = count_cells(markets, memory_h, prior_share)
@@ -134,7 +134,7 @@ def fit_model(markets: list[Market], memory_h: float) -> tuple[SpotModel, float]
     return model, down_fit + up_fit
 
 
-def foretell(markets: list[Market], model: SpotModel) -> float:
+def foretell(markets: list[SpotMarket], model: SpotModel) -> float:
     """Log likelihood of each tick given only what came before it, places learnt on the way."""
     total = 0.0
     for market in markets:
@@ -158,7 +158,7 @@ def foretell(markets: list[Market], model: SpotModel) -> float:
     return total
 
 
-def fit_all(markets: list[Market]) -> tuple[SpotModel, float]:
+def fit_all(markets: list[SpotMarket]) -> tuple[SpotModel, float]:
     """The lengths of memory and the weight of the prior that foretell best."""
     best: tuple[SpotModel, float] | None = None
     for memory_h in MEMORIES_H:

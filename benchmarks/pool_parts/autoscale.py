@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
 from yunlu.lab.spot.interruptions import interrupt
-from yunlu.lab.spot.study import draw_starts, rank, run_trials, run_zones, summarise
+from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, run_zones, summarise
 from yunlu.lab.spot.traces import read_prices
 from yunlu.scheduler.autoscaling.values import ScalingRules
 from yunlu.scheduler.spot.prior import PRIOR
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.pool_parts.autoscale_queue import Bill
-    from yunlu.lab.spot.study import Standing
-    from yunlu.scheduler.spot.values import Market, SpotOutcome
+    from yunlu.lab.spot.comparison import PolicySummary
+    from yunlu.scheduler.spot.values import SpotMarket, SpotOutcome
 
 DEFAULT_FILE = (
     Path(__file__).resolve().parents[3]
@@ -52,27 +52,27 @@ LEAST_DAYS = 60
 """A zone is used where its history has at least so long a stretch with one on-demand price."""
 
 
-def read_region(path: Path, instance: str, region: str, *, step_s: float = STEP_S) -> list[Market]:
+def read_region(path: Path, instance: str, region: str, *, step_s: float = STEP_S) -> list[SpotMarket]:
     """The zones of a region, cut to the days that all of them have."""
     markets = [
         market
         for market in read_prices(path, instance=instance, zones=region, step_s=step_s)
         if len(market) * step_s >= LEAST_DAYS * 86_400
     ]
-    eras: dict[str, list[Market]] = defaultdict(list)
+    eras: dict[str, list[SpotMarket]] = defaultdict(list)
     for market in markets:
         eras[market.name.rsplit(" ", 1)[1]].append(market)
     found = max(eras.values(), key=len, default=[])
     return [market.cut(min(len(other) for other in found)) for market in found]
 
 
-def measure(zones: Sequence[Market], *, each: int, seed: int) -> list[Standing]:
+def measure(zones: Sequence[SpotMarket], *, each: int, seed: int) -> list[PolicySummary]:
     """All policies in each zone, and ours anywhere in the region."""
     random = np.random.default_rng(seed)
     starts = draw_starts(zones, JOB, each=each, random=random)
-    trials = run_trials(JOB, starts, with_optimum=True)
+    trials = replay_jobs(JOB, starts, with_optimum=True)
     anywhere: list[SpotOutcome] = run_zones(JOB, zones, [start for _, start in starts])
-    return [*rank(trials), summarise("planned, any zone", anywhere)]
+    return [*summarise_policies(trials), summarise("planned, any zone", anywhere)]
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.spot.values import Market
+    from yunlu.scheduler.spot.values import SpotMarket
 
 BOOT_S, RESTART_S = 180.0, 120.0
 FIXED_DEVICES, MOST_DEVICES = 4, 8
@@ -112,7 +112,7 @@ def make_queue(*, days: float, count: int, seed: int) -> list[QueuedJob]:
     return jobs
 
 
-def run_fixed(jobs: Sequence[QueuedJob], market: Market, start: int) -> list[Bill]:
+def run_fixed(jobs: Sequence[QueuedJob], market: SpotMarket, start: int) -> list[Bill]:
     """Four devices for each job: on-demand, greedy, Uniform Progress."""
     bills: list[Bill] = []
     for make in (OnDemandOnly, Greedy, UniformProgress):
@@ -132,7 +132,7 @@ def run_fixed(jobs: Sequence[QueuedJob], market: Market, start: int) -> list[Bil
     return bills
 
 
-def run_pool(jobs: Sequence[QueuedJob], market: Market, start: int, rules: ScalingRules) -> Bill:
+def run_pool(jobs: Sequence[QueuedJob], market: SpotMarket, start: int, rules: ScalingRules) -> Bill:
     """Our pool: sizes and machines decided anew at every tick."""
     step_s = market.step_s
     leases: list[NodeLease] = []
@@ -179,7 +179,7 @@ def run_pool(jobs: Sequence[QueuedJob], market: Market, start: int, rules: Scali
     return Bill("our pool", dollars, late, float(np.mean(spans)))
 
 
-def _watch(job: QueuedJob, now: float, market: Market, place: int) -> Mode:
+def _watch(job: QueuedJob, now: float, market: SpotMarket, place: int) -> Mode:
     demand = job.demand()
     if job.watch is None:
         job.watch = DeadlineWatch(

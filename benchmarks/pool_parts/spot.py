@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.lab.spot.study import draw_starts, rank, run_trials, run_zones, summarise
+from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, run_zones, summarise
 from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:
-    from yunlu.lab.spot.study import Standing
-    from yunlu.scheduler.spot.values import Market
+    from yunlu.lab.spot.comparison import PolicySummary
+    from yunlu.scheduler.spot.values import SpotMarket
 
 WORK_H = 24.0
 PRICE_RATIO = 3.33
@@ -60,7 +60,7 @@ def make_job(row: Row) -> DeadlineJob:
     )
 
 
-def read_zones(folder: Path) -> list[Market]:
+def read_zones(folder: Path) -> list[SpotMarket]:
     """The nine zones, in the order of their names."""
     paths = sorted((folder / "availability" / "1-node" / HELD_OUT).glob("*.json"))
     return [
@@ -69,7 +69,7 @@ def read_zones(folder: Path) -> list[Market]:
     ]
 
 
-def draw_rows(folder: Path, *, each: int = 10, seed: int = 0) -> list[list[tuple[Market, int]]]:
+def draw_rows(folder: Path, *, each: int = 10, seed: int = 0) -> list[list[tuple[SpotMarket, int]]]:
     """The starts of every row, drawn one after the other."""
     zones = read_zones(folder)
     random = np.random.default_rng(seed)
@@ -77,14 +77,14 @@ def draw_rows(folder: Path, *, each: int = 10, seed: int = 0) -> list[list[tuple
 
 
 def measure_row(
-    row: Row, starts: list[tuple[Market, int]], *, knows_past: bool, with_optimum: bool
-) -> list[Standing]:
+    row: Row, starts: list[tuple[SpotMarket, int]], *, knows_past: bool, with_optimum: bool
+) -> list[PolicySummary]:
     """All policies, and ours where any zone will do."""
     job = make_job(row)
-    trials = run_trials(job, starts, knows_past=knows_past, with_optimum=with_optimum)
+    trials = replay_jobs(job, starts, knows_past=knows_past, with_optimum=with_optimum)
     zones = list({market.name: market for market, _ in starts}.values())
     anywhere = run_zones(job, zones, [start for _, start in starts][:: len(zones)])
-    return [*rank(trials), summarise("planned, any zone", anywhere)]
+    return [*summarise_policies(trials), summarise("planned, any zone", anywhere)]
 
 
 def main() -> None:

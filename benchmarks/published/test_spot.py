@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
-from yunlu.lab.spot.study import rank, run_trials
+from yunlu.lab.spot.comparison import summarise_policies, replay_jobs
 from yunlu.scheduler.spot.prior import PRIOR
 
 
@@ -14,8 +14,8 @@ from yunlu.scheduler.spot.prior import PRIOR
 def test_greedy_comes_out_and_ours_beats_the_goal(place: int) -> None:
     asked = ROWS[place]
     starts = draw_rows(DEFAULT_FOLDER)[place]
-    trials = run_trials(make_job(asked), starts, with_optimum=False)
-    standings = {each.policy: each for each in rank(trials)}
+    trials = replay_jobs(make_job(asked), starts, with_optimum=False)
+    standings = {each.policy: each for each in summarise_policies(trials)}
     assert standings["greedy"].ratio == pytest.approx(asked.greedy, abs=0.0015)
     assert standings["planned"].ratio <= asked.goal
     assert all(each.late == 0 for each in standings.values())

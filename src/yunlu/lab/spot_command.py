@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from yunlu.lab.spot.study import Standing
-    from yunlu.scheduler.spot.values import DeadlineJob, Market
+    from yunlu.lab.spot.comparison import PolicySummary
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 _HOUR_S = 3600.0
 Words = Annotated[str | None, Parameter(show_default=False)]
@@ -72,7 +72,7 @@ def spot(
     """
     import numpy as np  # noqa: PLC0415 - other verbs do not need it
 
-    from yunlu.lab.spot.study import draw_starts, rank, run_trials  # noqa: PLC0415
+    from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
     if plot is not None:
@@ -90,8 +90,8 @@ def spot(
 
         markets = [interrupt(market, PRIOR, random=random) for market in markets]
     begun = draw_starts(markets, job, each=starts, random=random)
-    trials = run_trials(job, begun, knows_past=past, with_optimum=optimum)
-    standings = rank(trials)
+    trials = replay_jobs(job, begun, knows_past=past, with_optimum=optimum)
+    standings = summarise_policies(trials)
     if plot is not None:
         from yunlu.lab.spot.plot import write_spot_plot  # noqa: PLC0415
 
@@ -138,7 +138,7 @@ def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
 
 def _read(
     paths: Sequence[Path], *, price: float, instance: str | None, zone: str, below: float
-) -> list[Market]:
+) -> list[SpotMarket]:
     from yunlu.lab.spot.traces import read_availability, read_prices  # noqa: PLC0415
 
     if not 0 < price < 1:
@@ -155,7 +155,7 @@ def _read(
         raise SpotError(
             "no trace in " + ", ".join(map(str, paths)), hint="name files that end in .json"
         )
-    markets: list[Market] = []
+    markets: list[SpotMarket] = []
     for file in files:
         if ".csv" in file.suffixes:
             if instance is None:
@@ -170,7 +170,7 @@ def _read(
     return markets
 
 
-def _table(standings: Sequence[Standing]) -> Table:
+def _table(standings: Sequence[PolicySummary]) -> Table:
     table = plain_table()
     table.add_column("policy", no_wrap=True)
     for head in ("cost / on-demand", "worst", "late", "starts", "time on spot"):

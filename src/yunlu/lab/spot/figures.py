@@ -12,15 +12,15 @@ from yunlu.scheduler.spot.values import HOUR_S, Mode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from yunlu.lab.spot.study import SpotTrial
-    from yunlu.scheduler.spot.values import DeadlineJob, Market
+    from yunlu.lab.spot.comparison import SpotTrial
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 _COLOURS = {Mode.SPOT: "#2b8a3e", Mode.ON_DEMAND: "#d9480f"}
 _UP = "#ced4da"
 
 
 def replay_figures(
-    job: DeadlineJob, trials: Sequence[SpotTrial], markets: Mapping[str, Market]
+    job: DeadlineJob, trials: Sequence[SpotTrial], markets: Mapping[str, SpotMarket]
 ) -> tuple[TimelineFigure, StripFigure]:
     """The job whose policies differ most, and the cost of every job under every policy."""
     shown = max(trials, key=_spread)
@@ -39,7 +39,7 @@ def _spread(trial: SpotTrial) -> float:
     return max(ratios) - min(ratios)
 
 
-def _timeline(job: DeadlineJob, trial: SpotTrial, market: Market) -> TimelineFigure:
+def _timeline(job: DeadlineJob, trial: SpotTrial, market: SpotMarket) -> TimelineFigure:
     """One row for the availability of spot, one for each policy."""
     step_h, steps = market.step_s / HOUR_S, int(job.deadline_s / market.step_s)
     is_up = market.is_up[trial.start : trial.start + steps].astype(int)

@@ -12,10 +12,10 @@ from yunlu.scheduler.spot.model import up_states
 
 if TYPE_CHECKING:
     from yunlu.scheduler.spot.model import SpotModel
-    from yunlu.scheduler.spot.values import Market
+    from yunlu.scheduler.spot.values import SpotMarket
 
 
-def interrupt(market: Market, model: SpotModel, *, random: np.random.Generator) -> Market:
+def interrupt(market: SpotMarket, model: SpotModel, *, random: np.random.Generator) -> SpotMarket:
     """The same prices, with spells drawn from the model; spot is up only where it was on offer."""
     moves = np.cumsum(model.transitions(market.step_s).toarray(), axis=1).tolist()
     is_up = up_states()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.spot.values import DeadlineJob, Market
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 _MOST_UNITS = 20_000
 
 
-def find_optimum(job: DeadlineJob, market: Market, *, start: int = 0) -> float:
+def find_optimum(job: DeadlineJob, market: SpotMarket, *, start: int = 0) -> float:
     """Dollars; infinity where even on-demand would be late, or the trace is too short.
 
     Exact where step, restart, work and deadline are whole multiples of a unit that leaves at most

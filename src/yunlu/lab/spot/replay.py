@@ -13,12 +13,12 @@ from yunlu.scheduler.spot.values import HOUR_S, Mode, SpotObservation, SpotOutco
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.scheduler.spot.values import DeadlineJob, Market, DeadlinePolicy
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket, DeadlinePolicy
 
 _DONE_S = 1e-6
 
 
-def replay(policy: DeadlinePolicy, job: DeadlineJob, market: Market, *, start: int = 0) -> SpotOutcome:
+def replay(policy: DeadlinePolicy, job: DeadlineJob, market: SpotMarket, *, start: int = 0) -> SpotOutcome:
     """Run one job in one zone from tick ``start`` until it is done, or the trace ends.
 
     Each tick the policy sees whether spot is up and for how much, then chooses; what it chose holds
@@ -29,7 +29,7 @@ def replay(policy: DeadlinePolicy, job: DeadlineJob, market: Market, *, start: i
 
 
 def replay_zones(
-    policy: DeadlinePolicy, job: DeadlineJob, zones: Sequence[Market], *, start: int = 0
+    policy: DeadlinePolicy, job: DeadlineJob, zones: Sequence[SpotMarket], *, start: int = 0
 ) -> SpotOutcome:
     """The same where several zones will do: spot starts in the cheapest that is up, and stays there."""
     step_s, on_demand = zones[0].step_s, min(zone.on_demand_dollars_per_hour for zone in zones)
@@ -109,7 +109,7 @@ class _Life:
         return run_s
 
 
-def _choose_zone(zones: Sequence[Market], tick: int, held: int | None) -> int | None:
+def _choose_zone(zones: Sequence[SpotMarket], tick: int, held: int | None) -> int | None:
     """Where it is, while that is up; else the cheapest that is."""
     if held is not None and zones[held].is_up[tick]:
         return held

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import YunluError
-from yunlu.scheduler.spot.values import Market
+from yunlu.scheduler.spot.values import SpotMarket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ class TraceError(YunluError):
 
 def read_availability(
     path: Path, *, spot_dollars_per_hour: float, on_demand_dollars_per_hour: float
-) -> Market:
+) -> SpotMarket:
     """One zone: ``{"metadata": {"gap_seconds": 195}, "data": [1, 0, ...]}``, machines per tick.
 
     A trace of several machines counts as up while all of them are.
@@ -44,7 +44,7 @@ def read_availability(
         ) from error
     if counts.ndim != 1 or not counts.size or not step_s > 0:
         raise TraceError(f"{path}: no ticks in it.", hint="give a trace with data in it")
-    return Market(
+    return SpotMarket(
         name=path.stem,
         step_s=step_s,
         is_up=counts >= max(1, counts.max()),
@@ -55,7 +55,7 @@ def read_availability(
 
 def read_prices(
     path: Path, *, instance: str, zones: str = "", step_s: float = 1800.0, below: float = 1.0
-) -> list[Market]:
+) -> list[SpotMarket]:
     """An instance in every zone whose name begins so, from a history of one row a day and zone.
 
     Spot counts as up while it is on offer for less than ``below`` of on-demand: a history of prices
@@ -103,14 +103,14 @@ def _split_eras(
 
 def _make_market(
     name: str, days: Mapping[np.datetime64, tuple[float, float]], step_s: float, below: float
-) -> Market:
+) -> SpotMarket:
     order = sorted(days)
     at_s = np.array([(day - order[0]).astype(int) for day in order]) * DAY_S
     ticks = np.arange(0.0, float(at_s[-1]) + DAY_S, step_s)
     now = np.searchsorted(at_s, ticks, side="right") - 1
     spot = np.array([days[day][0] for day in order])[now]
     on_demand = days[order[0]][1]
-    return Market(
+    return SpotMarket(
         name=name,
         step_s=step_s,
         is_up=np.nan_to_num(spot, nan=np.inf) < below * on_demand,

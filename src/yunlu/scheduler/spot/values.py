@@ -38,7 +38,7 @@ class DeadlineJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Market:
+class SpotMarket:
     """When spot could be had and for how much, tick by tick."""
 
     name: str
@@ -50,7 +50,7 @@ class Market:
     def __len__(self) -> int:
         return len(self.is_up)
 
-    def cut(self, ticks: int) -> Market:
+    def cut(self, ticks: int) -> SpotMarket:
         """Its first ticks."""
         return replace(
             self, is_up=self.is_up[:ticks], spot_dollars_per_hour=self.spot_dollars_per_hour[:ticks]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yunlu.lab.spot.baselines import Greedy, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay
-from yunlu.scheduler.spot.values import DeadlineJob, Market, Mode, SpotObservation
+from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket, Mode, SpotObservation
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Script:
         return mode if sight.is_spot_up or mode is not Mode.SPOT else Mode.IDLE
 
 
-def try_everything(job: DeadlineJob, market: Market, ticks: int) -> float:
+def try_everything(job: DeadlineJob, market: SpotMarket, ticks: int) -> float:
     """The least over all ways to choose."""
     costs = [
         outcome.cost_dollars
@@ -49,7 +49,7 @@ def try_everything(job: DeadlineJob, market: Market, ticks: int) -> float:
 def test_it_finds_what_trying_everything_finds(
     ups: list[bool], work: int, restart: int, deadline: int, price: float
 ) -> None:
-    market = Market(
+    market = SpotMarket(
         name="small",
         step_s=6.0,
         is_up=np.array([*ups, True]),
@@ -70,7 +70,7 @@ def test_no_policy_is_cheaper_than_the_optimum() -> None:
     job = DeadlineJob(work_s=36_000.0, deadline_s=54_000.0, restart_s=720.0)
     for _ in range(5):
         is_up = np.repeat(random.random(60) < 0.6, 6)
-        market = Market(
+        market = SpotMarket(
             name="drawn",
             step_s=195.0,
             is_up=is_up,
@@ -83,7 +83,7 @@ def test_no_policy_is_cheaper_than_the_optimum() -> None:
 
 
 def test_a_trace_that_is_too_short_has_no_optimum() -> None:
-    market = Market(
+    market = SpotMarket(
         name="short",
         step_s=60.0,
         is_up=np.ones(10, dtype=bool),

@@ -14,7 +14,7 @@ from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay, replay_zones
 from yunlu.scheduler.spot.safety_net import apply_safety_net
 from yunlu.scheduler.spot.policy import PlannedSpotPolicy, SpotPlanCache
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Market, Mode, SpotObservation
+from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, SpotMarket, Mode, SpotObservation
 
 PRICE = 1.0
 
@@ -33,7 +33,7 @@ class Wishes:
 
 
 @st.composite
-def markets(draw: st.DrawFn) -> Market:
+def markets(draw: st.DrawFn) -> SpotMarket:
     """Spells of any length, also ones shorter than a start; prices up to on-demand's."""
     step_s = draw(st.sampled_from([30.0, 195.0, 600.0]))
     spells = draw(st.lists(st.integers(1, 12), min_size=1, max_size=30))
@@ -41,7 +41,7 @@ def markets(draw: st.DrawFn) -> Market:
     is_up = np.concatenate([np.full(n, up ^ bool(place % 2)) for place, n in enumerate(spells)])
     is_up = np.resize(is_up, 400)
     price = draw(st.floats(0.05, PRICE))
-    return Market(
+    return SpotMarket(
         name="drawn",
         step_s=step_s,
         is_up=is_up,
@@ -51,7 +51,7 @@ def markets(draw: st.DrawFn) -> Market:
 
 
 @st.composite
-def jobs_on(draw: st.DrawFn, market: Market) -> DeadlineJob:
+def jobs_on(draw: st.DrawFn, market: SpotMarket) -> DeadlineJob:
     work_s = draw(st.floats(0.3, 100.0)) * market.step_s
     restart_s = draw(st.floats(0.0, 6.0)) * market.step_s
     slack_s = draw(st.one_of(st.just(0.0), st.floats(0.0, 200.0))) * market.step_s
@@ -65,7 +65,7 @@ def most_dollars(job: DeadlineJob) -> float:
 
 @given(data=st.data(), market=markets(), wishes=st.lists(st.sampled_from(list(Mode)), min_size=1))
 def test_whatever_is_wished_the_nets_keep_deadline_and_cost(
-    data: st.DataObject, market: Market, wishes: list[Mode]
+    data: st.DataObject, market: SpotMarket, wishes: list[Mode]
 ) -> None:
     job = data.draw(jobs_on(market))
     outcome = replay(Wishes(job, wishes), job, market)
@@ -75,7 +75,7 @@ def test_whatever_is_wished_the_nets_keep_deadline_and_cost(
 
 @given(data=st.data(), market=markets())
 def test_the_planned_policy_is_never_late_and_never_much_dearer(
-    data: st.DataObject, market: Market
+    data: st.DataObject, market: SpotMarket
 ) -> None:
     job = data.draw(jobs_on(market))
     outcome = replay(PlannedSpotPolicy(SpotPlanCache(job, levels=30)), job, market)
@@ -86,10 +86,10 @@ def test_the_planned_policy_is_never_late_and_never_much_dearer(
 
 @given(data=st.data(), market=markets(), other=markets())
 def test_several_zones_keep_the_promises_too(
-    data: st.DataObject, market: Market, other: Market
+    data: st.DataObject, market: SpotMarket, other: SpotMarket
 ) -> None:
     job = data.draw(jobs_on(market))
-    second = Market(
+    second = SpotMarket(
         name="second",
         step_s=market.step_s,
         is_up=other.is_up,
@@ -102,7 +102,7 @@ def test_several_zones_keep_the_promises_too(
 
 
 @given(data=st.data(), market=markets())
-def test_baselines_are_in_time(data: st.DataObject, market: Market) -> None:
+def test_baselines_are_in_time(data: st.DataObject, market: SpotMarket) -> None:
     job = data.draw(jobs_on(market))
     for policy in (OnDemandOnly(job), Greedy(job), UniformProgress(job)):
         assert not replay(policy, job, market).is_late
@@ -110,7 +110,7 @@ def test_baselines_are_in_time(data: st.DataObject, market: Market) -> None:
 
 def test_without_spot_it_costs_on_demand_and_one_start() -> None:
     job = DeadlineJob(work_s=36_000.0, deadline_s=50_000.0, restart_s=700.0)
-    market = Market(
+    market = SpotMarket(
         name="none",
         step_s=195.0,
         is_up=np.zeros(300, dtype=bool),
@@ -124,7 +124,7 @@ def test_without_spot_it_costs_on_demand_and_one_start() -> None:
 
 def test_with_spot_always_up_it_is_all_spot() -> None:
     job = DeadlineJob(work_s=36_000.0, deadline_s=50_000.0, restart_s=700.0)
-    market = Market(
+    market = SpotMarket(
         name="all",
         step_s=195.0,
         is_up=np.ones(300, dtype=bool),

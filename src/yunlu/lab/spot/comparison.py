@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.scheduler.spot.model import SpotModel
-    from yunlu.scheduler.spot.values import DeadlineJob, Market
+    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 BASELINES = {
     "on-demand": OnDemandOnly,
@@ -44,7 +44,7 @@ class SpotTrial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PolicySummary:
     """How one policy did over all trials."""
 
     policy: str
@@ -59,10 +59,10 @@ class Standing:
 
 
 def draw_starts(
-    markets: Sequence[Market], job: DeadlineJob, *, each: int, random: np.random.Generator
-) -> list[tuple[Market, int]]:
+    markets: Sequence[SpotMarket], job: DeadlineJob, *, each: int, random: np.random.Generator
+) -> list[tuple[SpotMarket, int]]:
     """Random starts in every zone, with room for the whole deadline."""
-    starts: list[tuple[Market, int]] = []
+    starts: list[tuple[SpotMarket, int]] = []
     for market in markets:
         room = len(market) - int(job.deadline_s / market.step_s)
         if room <= 0:
@@ -75,9 +75,9 @@ def draw_starts(
     return starts
 
 
-def run_trials(
+def replay_jobs(
     job: DeadlineJob,
-    starts: Sequence[tuple[Market, int]],
+    starts: Sequence[tuple[SpotMarket, int]],
     *,
     model: SpotModel = PRIOR,
     knows_past: bool = True,
@@ -101,7 +101,7 @@ def run_trials(
 
 
 def run_zones(
-    job: DeadlineJob, zones: Sequence[Market], starts: Sequence[int], *, model: SpotModel = PRIOR
+    job: DeadlineJob, zones: Sequence[SpotMarket], starts: Sequence[int], *, model: SpotModel = PRIOR
 ) -> list[SpotOutcome]:
     """Ours where any of the zones will do."""
     plans = SpotPlanCache(job, model)
@@ -114,7 +114,7 @@ def run_zones(
     return outcomes
 
 
-def rank(trials: Sequence[SpotTrial]) -> list[Standing]:
+def summarise_policies(trials: Sequence[SpotTrial]) -> list[PolicySummary]:
     """The mean of each policy; the optimum last, where it was sought."""
     standings = [
         summarise(name, [trial.outcomes[name] for trial in trials]) for name in trials[0].outcomes
@@ -125,7 +125,7 @@ def rank(trials: Sequence[SpotTrial]) -> list[Standing]:
             for trial in trials
         ]
         standings.append(
-            Standing(
+            PolicySummary(
                 policy=OPTIMUM,
                 ratio=float(np.mean(ratios)),
                 worst_ratio=max(ratios),
@@ -137,10 +137,10 @@ def rank(trials: Sequence[SpotTrial]) -> list[Standing]:
     return standings
 
 
-def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> Standing:
+def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> PolicySummary:
     """The means of one policy."""
     paid_s = sum(outcome.spot_s + outcome.on_demand_s for outcome in outcomes)
-    return Standing(
+    return PolicySummary(
         policy=policy,
         ratio=float(np.mean([outcome.ratio for outcome in outcomes])),
         worst_ratio=max(outcome.ratio for outcome in outcomes),
@@ -150,7 +150,7 @@ def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> Standing:
     )
 
 
-def _prepare(plans: SpotPlanCache, market: Market, start: int, *, knows_past: bool) -> PlannedSpotPolicy:
+def _prepare(plans: SpotPlanCache, market: SpotMarket, start: int, *, knows_past: bool) -> PlannedSpotPolicy:
     price = market.on_demand_dollars_per_hour
     policy = PlannedSpotPolicy(plans, price_share=float(market.spot_dollars_per_hour[start]) / price)
     if knows_past:
@@ -158,5 +158,5 @@ def _prepare(plans: SpotPlanCache, market: Market, start: int, *, knows_past: bo
     return policy
 
 
-def _past(model: SpotModel, market: Market, start: int) -> int:
+def _past(model: SpotModel, market: SpotMarket, start: int) -> int:
     return max(0, start - int(_PAST_MEMORIES * model.place_memory_s / market.step_s))

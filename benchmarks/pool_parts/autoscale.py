@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
 from yunlu.lab.spot.interruptions import interrupt
-from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, run_zones, summarise
+from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, replay_jobs_in_any_zone, summarise
 from yunlu.lab.spot.traces import read_prices
 from yunlu.scheduler.autoscaling.values import ScalingRules
 from yunlu.scheduler.spot.prior import PRIOR
@@ -71,7 +71,7 @@ def measure(zones: Sequence[SpotMarket], *, each: int, seed: int) -> list[Policy
     random = np.random.default_rng(seed)
     starts = draw_starts(zones, JOB, each=each, random=random)
     trials = replay_jobs(JOB, starts, with_optimum=True)
-    anywhere: list[SpotOutcome] = run_zones(JOB, zones, [start for _, start in starts])
+    anywhere: list[SpotOutcome] = replay_jobs_in_any_zone(JOB, zones, [start for _, start in starts])
     return [*summarise_policies(trials), summarise("planned, any zone", anywhere)]
 
 

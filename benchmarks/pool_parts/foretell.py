@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.pool_parts.queue import BATCH
 from yunlu.hardware.fleet import Node
 from yunlu.lab.simulation import simulator
-from yunlu.lab.simulation.contestants import make_contestant
+from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.job import SimulatedJob
 from yunlu.lab.simulation.profiles import Application, Epochs, Profiles
 from yunlu.lab.simulation.rules import SimulationRules
@@ -90,7 +90,7 @@ def foretell(
         )
         for arrival in queue
     )
-    contestant = make_contestant(policy)
+    contestant = make_policy(policy)
     rules = SimulationRules(interval_s=round_s, is_event_driven=True, restart_s=resize_s)
     with _slow_starts({name: each.overhead_s for name, each in measured.items()}):
         outcome = simulate(

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles, mixed_nodes
+from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles, build_sia_cluster
 from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
@@ -157,13 +157,13 @@ def _simulate(
     timed: Timed | None = None,
 ) -> SimulationOutcome:
     names = {job.application for job in workload.jobs}
-    folder, nodes = evidence / "sia" / "profiles", mixed_nodes(scale)
+    folder, nodes = evidence / "sia" / "profiles", build_sia_cluster(scale)
     contestant = make_mixed_contestant(name, folder, names, nodes, SLOWDOWN)
     return simulate(
         workload,
-        load_mixed_profiles(folder, names),
+        load_typed_profiles(folder, names),
         nodes,
         timed or contestant.policy,
-        rules=contestant.bend(bend_to_sia(SimulationRules())),
+        rules=contestant.bend(apply_sia_rules(SimulationRules())),
         estimator=contestant.estimator,
     )

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, run_zones, summarise
+from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, replay_jobs_in_any_zone, summarise
 from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 
@@ -83,7 +83,7 @@ def measure_row(
     job = make_job(row)
     trials = replay_jobs(job, starts, knows_past=knows_past, with_optimum=with_optimum)
     zones = list({market.name: market for market, _ in starts}.values())
-    anywhere = run_zones(job, zones, [start for _, start in starts][:: len(zones)])
+    anywhere = replay_jobs_in_any_zone(job, zones, [start for _, start in starts][:: len(zones)])
     return [*summarise_policies(trials), summarise("planned, any zone", anywhere)]
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.pool_parts.evidence import DEFAULT_FOLDER
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.mixed import (
+from yunlu.lab.simulation.sia_rules import (
     SLOWDOWN,
     TYPES,
-    bend_to_sia,
-    load_knowledge,
-    load_mixed_profiles,
-    mixed_nodes,
+    apply_sia_rules,
+    load_prior,
+    load_typed_profiles,
+    build_sia_cluster,
 )
 from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
 from yunlu.lab.simulation.outcome import SimulationOutcome
@@ -78,16 +78,16 @@ def test_tiresias_comes_to_the_published_times_at_other_loads(
 def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
     workload = load_workload(SIA / "workloads" / "philly" / "workload-6.csv")
     names = {job.application for job in workload.jobs}
-    nodes = mixed_nodes()
+    nodes = build_sia_cluster()
     found: dict[str, SimulationOutcome] = {}
     for policy in ("sia", "yunlu"):
         contestant = make_mixed_contestant(policy, SIA / "profiles", names, nodes, SLOWDOWN)
         found[policy] = simulate(
             workload,
-            load_mixed_profiles(SIA / "profiles", names),
+            load_typed_profiles(SIA / "profiles", names),
             nodes,
             contestant.policy,
-            rules=contestant.bend(bend_to_sia(SimulationRules())),
+            rules=contestant.bend(apply_sia_rules(SimulationRules())),
             estimator=contestant.estimator,
         )
     # Sia's own simulator: 0.598 h on average, p99 8.36 h, 4.64 restarts of each job.
@@ -105,7 +105,7 @@ def test_the_public_pipeline_is_read_on_the_types_where_it_was_measured() -> Non
     assert application.times["rtx"].find((8,), 6) == pytest.approx(
         (3 * 55 * 0.099 + 0.3275, 0.3275)
     )
-    known = load_knowledge(SIA / "profiles", ["gpt_pmp"])
+    known = load_prior(SIA / "profiles", ["gpt_pmp"])
     seen = Observations(signature="gpt_pmp", limits=application.limits)
     assert [known.multiple(seen, kind) for kind in TYPES] == [1, 2, 8]
     assert known.limits(seen, "aws") is None

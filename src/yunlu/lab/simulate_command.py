@@ -15,10 +15,10 @@ from rich.text import Text
 
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.contestants import CONTESTANTS, make_contestant
+from yunlu.lab.simulation.policies import POLICIES, make_policy
 from yunlu.lab.simulation.figures import check_plot_directory, write_plots
-from yunlu.lab.simulation.mixed import SLOWDOWN, bend_to_sia, load_mixed_profiles
-from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles
+from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from yunlu.hardware.fleet import Node
-    from yunlu.lab.simulation.contestants import Contestant
+    from yunlu.lab.simulation.policies import SimulatedPolicy
     from yunlu.lab.simulation.outcome import SimulationOutcome
     from yunlu.lab.simulation.profiles import Profiles
     from yunlu.lab.simulation.workload import Workload
@@ -102,32 +102,32 @@ def simulate(
     _check(rules, trouble)
     names = [name.strip() for text in policy for name in text.split(",") if name.strip()]
     if not names:
-        raise SimulationError(f"--policy: name a policy; known: {', '.join(CONTESTANTS)}.")
+        raise SimulationError(f"--policy: name a policy; known: {', '.join(POLICIES)}.")
     nodes = parse_cluster(cluster)
     types = dict.fromkeys(node.type for node in nodes)
     for name in names:  # a misspelt name should not wait for the simulation of the others
         if len(types) == 1 or name not in MIXED:
-            make_contestant(name)
+            make_policy(name)
     if plot is not None:
         check_plot_directory(plot)
     workloads = load_workloads(trace)
     used = [job.application for workload in workloads for job in workload.jobs]
 
-    def make(name: str) -> Contestant:
+    def make(name: str) -> SimulatedPolicy:
         if len(types) == 1 or name not in MIXED:
-            return make_contestant(name)
+            return make_policy(name)
         return make_mixed_contestant(name, profiles, used, nodes, SLOWDOWN if sia_rules else None)
 
     if len(types) == 1:
         known = load_profiles(profiles, types, used)
     else:
-        known = load_mixed_profiles(profiles, used, tuple(types))
+        known = load_typed_profiles(profiles, used, tuple(types))
     runs = _run_all(
         {name: partial(make, name) for name in names},
         workloads,
         known,
         nodes,
-        rules=bend_to_sia(rules) if sia_rules else rules,
+        rules=apply_sia_rules(rules) if sia_rules else rules,
         trouble=trouble,
     )
     if json:
@@ -143,7 +143,7 @@ def simulate(
 
 
 def _run_all(
-    policies: Mapping[str, Callable[[], Contestant]],
+    policies: Mapping[str, Callable[[], SimulatedPolicy]],
     workloads: Sequence[Workload],
     profiles: Profiles,
     nodes: Sequence[Node],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.hardware.fleet import NOTHING, Placement
-from yunlu.lab.simulation.asked_speed import AskedSpeed
+from yunlu.lab.simulation.fixed_batch_speed import FixedBatchSpeed
 from yunlu.lab.simulation.notes import SpeedNotes
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.observations import BatchSplit, StepTiming, clamp_batch, split_batch
@@ -60,7 +60,7 @@ class SimulatedJob:
         )
         self._model: SpeedModel | None = None
         self._modelled: object = None
-        self._asked_speed = AskedSpeed(application, submission.asked_batch, devices_per_node)
+        self._asked_speed = FixedBatchSpeed(application, submission.asked_batch, devices_per_node)
         self._epoch = 0
         self._progress = 0.0
         self._shape: tuple[int, ...] = ()

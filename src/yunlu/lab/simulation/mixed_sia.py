@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.lab.simulation.mixed import TableKnowledge
+    from yunlu.lab.simulation.sia_rules import TablePrior
     from yunlu.scheduler.policy.goodput import Throughput
     from yunlu.scheduler.policy.observations import (
         BatchLimits,
@@ -86,7 +86,7 @@ class SiaSpeed:
 class SiaEstimator:
     """Makes them: an :class:`~...observations.Estimator`."""
 
-    known: TableKnowledge
+    known: TablePrior
     node_devices: Mapping[str, int]
     """Devices per node of each type; the order is that in which types are projected from."""
 

@@ -100,7 +100,7 @@ def replay_jobs(
     return trials
 
 
-def run_zones(
+def replay_jobs_in_any_zone(
     job: DeadlineJob, zones: Sequence[SpotMarket], starts: Sequence[int], *, model: SpotModel = PRIOR
 ) -> list[SpotOutcome]:
     """Ours where any of the zones will do."""

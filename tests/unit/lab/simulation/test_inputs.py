@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.contestants import make_contestant
+from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.lab.simulation.workload import load_workload, load_workloads
 
@@ -92,10 +92,10 @@ def test_what_is_no_cluster_is_refused(text: str) -> None:
 
 
 def test_policies_are_found_by_name_or_named_as_objects() -> None:
-    assert make_contestant("tiresias").policy.name == "tiresias"
-    own = make_contestant("yunlu.scheduler.policy.baselines.fair:Fair")
+    assert make_policy("tiresias").policy.name == "tiresias"
+    own = make_policy("yunlu.scheduler.policy.baselines.fair:Fair")
     assert own.name == "fair"
     with pytest.raises(SimulationError, match="did you mean 'tiresias'"):
-        make_contestant("tiresia")
+        make_policy("tiresia")
     with pytest.raises(SimulationError, match="no method decide"):
-        make_contestant("yunlu.lab.simulation.rules:SimulationRules")
+        make_policy("yunlu.lab.simulation.rules:SimulationRules")

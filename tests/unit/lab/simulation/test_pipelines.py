@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.mixed import load_knowledge, load_mixed_profiles
-from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.sia_rules import load_prior, load_typed_profiles
+from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.profiles import load_application
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
@@ -84,8 +84,8 @@ def test_stages_that_do_not_fit_the_tables_are_refused(
 
 
 def test_only_whole_copies_are_worth_anything_and_each_is_kept_full(folder: Path) -> None:
-    profiles = load_mixed_profiles(folder, ["cut"], TYPES)
-    known = load_knowledge(folder, ["cut"], TYPES)
+    profiles = load_typed_profiles(folder, ["cut"], TYPES)
+    known = load_prior(folder, ["cut"], TYPES)
     limits = profiles.find("cut").limits
     fitter = CrossTypeFitter(types=TYPES, known=known)
     devices = np.array([1, 2, 3, 4, 8])
@@ -118,7 +118,7 @@ def test_pipelines_run_beside_others_on_whole_copies_only(folder: Path, policy: 
     contestant = make_mixed_contestant(policy, folder, names, NODES)
     outcome = simulate(
         workload,
-        load_mixed_profiles(folder, names, TYPES),
+        load_typed_profiles(folder, names, TYPES),
         NODES,
         contestant.policy,
         rules=contestant.bend(SimulationRules(restarts_on_move=False)),
@@ -143,7 +143,7 @@ def test_pipeline_is_known_on_the_types_where_it_was_measured(tmp_path: Path) ->
     application = load_application(tmp_path / "cut", types)
     assert application.stages == STAGES
     assert {*application.times} == {*TYPES}
-    known = load_knowledge(tmp_path, ["cut"], types)
+    known = load_prior(tmp_path, ["cut"], types)
     seen = Observations(signature="cut", limits=application.limits)
     assert [known.multiple(seen, kind) for kind in types] == [2, 4, 1]
     assert known.limits(seen, "never measured") is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.lab.simulation.toy import BASE, EPOCH_STEPS, EPOCHS, make_profiles, step_s
-from yunlu.lab.simulation.asked_speed import AskedSpeed
+from yunlu.lab.simulation.fixed_batch_speed import FixedBatchSpeed
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.step_times import normalise
 from yunlu.lab.simulation.tables import SimulationError
@@ -174,7 +174,7 @@ def test_a_batch_that_does_not_fit_a_device_is_made_in_more_passes(directory: Pa
         small = [row for row in rows if ",64," not in row]
         (light / f"{kind}-small.csv").write_text("\n".join(small) + "\n")
     application = load_profiles(directory, ("device", "small")).find("light")
-    speed = AskedSpeed(application, 128, {"device": 4, "small": 4})
+    speed = FixedBatchSpeed(application, 128, {"device": 4, "small": 4})
     assert speed.split("device", (2,)) == BatchSplit(64, 0)
     assert speed.split("small", (2,)) == BatchSplit(16, 3)
     assert speed.split("elsewhere", (2,)) is None

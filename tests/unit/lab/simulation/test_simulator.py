@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.contestants import make_contestant
+from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Application, Profiles
 from yunlu.lab.simulation.rules import SimulationRules, Trouble
@@ -134,7 +134,7 @@ def test_our_own_policy_is_replayed_by_name(profiles: Profiles, name: str) -> No
     workload = make_workload([(40 * n, kinds[n % 2], 1 + n % 8, 64) for n in range(12)])
 
     def run() -> SimulationOutcome:
-        contestant = make_contestant(name)
+        contestant = make_policy(name)
         rules = contestant.bend(SimulationRules())
         return simulate(
             workload,

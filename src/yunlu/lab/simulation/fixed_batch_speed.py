@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.observations import BatchSplit
 
 
-class AskedSpeed:
+class FixedBatchSpeed:
     """What policies are told that do not learn: the tables themselves, in the current epoch."""
 
     def __init__(

@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.mixed import (
-    TableKnowledge,
-    load_knowledge,
-    load_mixed_profiles,
+from yunlu.lab.simulation.sia_rules import (
+    TablePrior,
+    load_prior,
+    load_typed_profiles,
 )
-from yunlu.lab.simulation.mixed_contestants import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.rules import SimulationRules
@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path) -> tuple[Profiles, TableKnowledge]:
-    return load_mixed_profiles(folder, ["toy"], TYPES), load_knowledge(folder, ["toy"], TYPES)
+def measured(folder: Path) -> tuple[Profiles, TablePrior]:
+    return load_typed_profiles(folder, ["toy"], TYPES), load_prior(folder, ["toy"], TYPES)
 
 
 def observe(profiles: Profiles, *timings: StepTiming) -> Observations:
@@ -58,7 +58,7 @@ def observe(profiles: Profiles, *timings: StepTiming) -> Observations:
 
 
 def test_tables_tell_what_fits_and_how_fast_one_device_is(
-    measured: tuple[Profiles, TableKnowledge],
+    measured: tuple[Profiles, TablePrior],
 ) -> None:
     profiles, known = measured
     seen = observe(profiles)
@@ -72,7 +72,7 @@ def test_tables_tell_what_fits_and_how_fast_one_device_is(
 
 
 def test_a_type_never_run_on_is_told_from_the_one_that_was(
-    measured: tuple[Profiles, TableKnowledge],
+    measured: tuple[Profiles, TablePrior],
 ) -> None:
     profiles, known = measured
     timings = tuple(
@@ -95,7 +95,7 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
 
 
 def test_the_table_is_what_each_job_says_for_itself(
-    measured: tuple[Profiles, TableKnowledge],
+    measured: tuple[Profiles, TablePrior],
 ) -> None:
     profiles, known = measured
     timing = StepTiming("slow", 1, 1, 32, 0.7, 0.7)
@@ -113,7 +113,7 @@ def test_the_table_is_what_each_job_says_for_itself(
 
 
 def test_sia_first_tries_one_device_anywhere_and_then_doubles(
-    measured: tuple[Profiles, TableKnowledge],
+    measured: tuple[Profiles, TablePrior],
 ) -> None:
     profiles, known = measured
     estimator = SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4))
@@ -131,7 +131,7 @@ def test_sia_first_tries_one_device_anywhere_and_then_doubles(
 
 @pytest.mark.parametrize("policy", MIXED)
 def test_a_workload_is_replayed_to_its_end_the_same_each_time(
-    measured: tuple[Profiles, TableKnowledge], folder: Path, policy: str
+    measured: tuple[Profiles, TablePrior], folder: Path, policy: str
 ) -> None:
     workload = make_workload([(60.0 * at, "toy", 1, 64) for at in range(8)])
     rules = SimulationRules(

@@ -44,7 +44,7 @@ _LOCAL_MOST = {("deepspeech2", "rtx"): 57}
 """What the scheduler believes to fit where the tables say more."""
 
 
-def bend_to_sia(rules: SimulationRules) -> SimulationRules:
+def apply_sia_rules(rules: SimulationRules) -> SimulationRules:
     """The same rules, with restarts and speeds as in Sia's simulator."""
     return replace(
         rules,
@@ -54,12 +54,12 @@ def bend_to_sia(rules: SimulationRules) -> SimulationRules:
     )
 
 
-def mixed_nodes(scale: int = 1) -> tuple[Node, ...]:
+def build_sia_cluster(scale: int = 1) -> tuple[Node, ...]:
     """Sia's cluster of 64 devices, so many times as large."""
     return parse_cluster(f"{6 * scale}x4:aws+{2 * scale}x8:dgx-ext+{3 * scale}x8:rtx")
 
 
-def load_mixed_profiles(
+def load_typed_profiles(
     directory: Path, names: Iterable[str], types: Sequence[str] = TYPES
 ) -> Profiles:
     """The applications of these names, on all types."""
@@ -95,7 +95,7 @@ class TypeTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableKnowledge:
+class TablePrior:
     """What memory allows and one device achieves, as measured: a ``Foreknowledge``."""
 
     tables: Mapping[tuple[str, str], TypeTable]
@@ -144,14 +144,14 @@ class TableKnowledge:
         return table.samples_per_s / self.slowdown.get(seen.signature, 1.0) if table else None
 
 
-def load_knowledge(
+def load_prior(
     directory: Path,
     names: Iterable[str],
     types: Sequence[str] = TYPES,
     slowdown: Mapping[str, float] | None = None,
-) -> TableKnowledge:
+) -> TablePrior:
     """Read it from the tables of these applications; they run as fast as the tables say, or slower."""
-    return TableKnowledge(
+    return TablePrior(
         tables={
             (name, kind): _load_table(directory / name, kind)
             for name in sorted(set(names))

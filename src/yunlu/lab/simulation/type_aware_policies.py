@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.lab.simulation.contestants import Contestant
-from yunlu.lab.simulation.mixed import BELIEVED_RESTART_S, load_knowledge
+from yunlu.lab.simulation.policies import SimulatedPolicy
+from yunlu.lab.simulation.sia_rules import BELIEVED_RESTART_S, load_prior
 from yunlu.lab.simulation.mixed_sia import SiaEstimator
 from yunlu.lab.simulation.sia import Sia
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
@@ -27,20 +27,20 @@ def make_mixed_contestant(
     applications: Iterable[str],
     nodes: Sequence[Node],
     slowdown: Mapping[str, float] | None = None,
-) -> Contestant:
+) -> SimulatedPolicy:
     """One of ``MIXED``, for a pool of these nodes and profiles in that directory."""
     sizes = {node.type: node.devices for node in nodes}
     types = tuple(sizes)
-    known = load_knowledge(profiles, applications, types, slowdown)
+    known = load_prior(profiles, applications, types, slowdown)
     if name == "sia":
-        return Contestant(
+        return SimulatedPolicy(
             name=name,
             policy=Sia(restart_s_by_program=BELIEVED_RESTART_S),
             estimator=SiaEstimator(known=known, node_devices=sizes),
             declares_length=False,
         )
     is_blind = name == "yunlu-blind"
-    return Contestant(
+    return SimulatedPolicy(
         name=name,
         policy=Allocator(AllocatorOptions(learns_from_programs=not is_blind)),
         estimator=CrossTypeFitter(types=types, known=known),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
+class SimulatedPolicy:
     """A policy with all that it needs, new and without notes."""
 
     name: str
@@ -41,17 +41,17 @@ class Contestant:
         )
 
 
-def _make_baseline(name: str) -> Callable[[], Contestant]:
-    return lambda: Contestant(name=name, policy=BASELINES[name]())
+def _make_baseline(name: str) -> Callable[[], SimulatedPolicy]:
+    return lambda: SimulatedPolicy(name=name, policy=BASELINES[name]())
 
 
-def _make_own() -> Contestant:
-    return Contestant(name="yunlu", policy=Allocator(), estimator=Fitter(), is_shared=True)
+def _make_own() -> SimulatedPolicy:
+    return SimulatedPolicy(name="yunlu", policy=Allocator(), estimator=Fitter(), is_shared=True)
 
 
-def _make_own_blind() -> Contestant:
+def _make_own_blind() -> SimulatedPolicy:
     options = AllocatorOptions(learns_from_programs=False)
-    return Contestant(
+    return SimulatedPolicy(
         name="yunlu-blind",
         policy=Allocator(options),
         estimator=Fitter(),
@@ -59,7 +59,7 @@ def _make_own_blind() -> Contestant:
     )
 
 
-CONTESTANTS: Mapping[str, Callable[[], Contestant]] = {
+POLICIES: Mapping[str, Callable[[], SimulatedPolicy]] = {
     "yunlu": _make_own,
     "yunlu-blind": _make_own_blind,
     **{name: _make_baseline(name) for name in BASELINES},
@@ -67,20 +67,20 @@ CONTESTANTS: Mapping[str, Callable[[], Contestant]] = {
 """``yunlu-blind`` knows what Pollux knows: no lengths, and nothing of other jobs."""
 
 
-def make_contestant(name: str) -> Contestant:
+def make_policy(name: str) -> SimulatedPolicy:
     """A known policy, or one's own: ``module:Class`` with ``decide``, and perhaps ``estimator``."""
-    if name in CONTESTANTS:
-        return CONTESTANTS[name]()
+    if name in POLICIES:
+        return POLICIES[name]()
     if not names_object(name):
         raise SimulationError(
-            f"--policy: {name!r} is not known; {did_you_mean(name, CONTESTANTS)}.",
+            f"--policy: {name!r} is not known; {did_you_mean(name, POLICIES)}.",
             hint="or name your own: module:Class",
         )
     policy: Policy = make_object(name)
     if not hasattr(policy, "decide"):
         raise SimulationError(f"--policy: {name} has no method decide(state).")
     estimator: Estimator | None = getattr(policy, "estimator", None)
-    return Contestant(
+    return SimulatedPolicy(
         name=getattr(policy, "name", name),
         policy=policy,
         estimator=estimator,

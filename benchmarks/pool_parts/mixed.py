@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles, build_sia_cluster
-from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
+from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.workload import load_workload
@@ -158,7 +158,7 @@ def _simulate(
 ) -> SimulationOutcome:
     names = {job.application for job in workload.jobs}
     folder, nodes = evidence / "sia" / "profiles", build_sia_cluster(scale)
-    contestant = make_mixed_contestant(name, folder, names, nodes, SLOWDOWN)
+    contestant = make_type_aware_policy(name, folder, names, nodes, SLOWDOWN)
     return simulate(
         workload,
         load_typed_profiles(folder, names),

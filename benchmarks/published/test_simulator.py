@@ -16,7 +16,7 @@ from yunlu.lab.simulation.sia_rules import (
     load_typed_profiles,
     build_sia_cluster,
 )
-from yunlu.lab.simulation.mixed_contestants import make_mixed_contestant
+from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
 from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
 from yunlu.lab.simulation.rules import SimulationRules
@@ -81,7 +81,7 @@ def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
     nodes = build_sia_cluster()
     found: dict[str, SimulationOutcome] = {}
     for policy in ("sia", "yunlu"):
-        contestant = make_mixed_contestant(policy, SIA / "profiles", names, nodes, SLOWDOWN)
+        contestant = make_type_aware_policy(policy, SIA / "profiles", names, nodes, SLOWDOWN)
         found[policy] = simulate(
             workload,
             load_typed_profiles(SIA / "profiles", names),

@@ -18,7 +18,7 @@ from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.policies import POLICIES, make_policy
 from yunlu.lab.simulation.figures import check_plot_directory, write_plots
 from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles
-from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.profiles import load_profiles
 from yunlu.lab.simulation.rules import SimulationRules, Trouble
 from yunlu.lab.simulation.simulator import simulate as replay
@@ -106,7 +106,7 @@ def simulate(
     nodes = parse_cluster(cluster)
     types = dict.fromkeys(node.type for node in nodes)
     for name in names:  # a misspelt name should not wait for the simulation of the others
-        if len(types) == 1 or name not in MIXED:
+        if len(types) == 1 or name not in TYPE_AWARE:
             make_policy(name)
     if plot is not None:
         check_plot_directory(plot)
@@ -114,9 +114,9 @@ def simulate(
     used = [job.application for workload in workloads for job in workload.jobs]
 
     def make(name: str) -> SimulatedPolicy:
-        if len(types) == 1 or name not in MIXED:
+        if len(types) == 1 or name not in TYPE_AWARE:
             return make_policy(name)
-        return make_mixed_contestant(name, profiles, used, nodes, SLOWDOWN if sia_rules else None)
+        return make_type_aware_policy(name, profiles, used, nodes, SLOWDOWN if sia_rules else None)
 
     if len(types) == 1:
         known = load_profiles(profiles, types, used)

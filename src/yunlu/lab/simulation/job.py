@@ -9,7 +9,7 @@ import numpy as np
 
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.lab.simulation.fixed_batch_speed import FixedBatchSpeed
-from yunlu.lab.simulation.notes import SpeedNotes
+from yunlu.lab.simulation.job_observations import SpeedNotes
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.observations import BatchSplit, StepTiming, clamp_batch, split_batch
 from yunlu.scheduler.policy.values import Demand
@@ -17,7 +17,7 @@ from yunlu.scheduler.policy.values import Demand
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.lab.simulation.notes import Shelf
+    from yunlu.lab.simulation.job_observations import Shelf
     from yunlu.lab.simulation.profiles import Application
     from yunlu.lab.simulation.rules import Fate, SimulationRules, Trouble
     from yunlu.lab.simulation.workload import Submission

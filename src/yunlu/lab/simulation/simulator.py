@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.hardware.fleet import NOTHING
 from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.notes import Shelf
+from yunlu.lab.simulation.job_observations import Shelf
 from yunlu.lab.simulation.outcome import JobOutcome, Round, SimulationOutcome
 from yunlu.lab.simulation.rules import SimulationRules, Trouble, draw_fates
 from yunlu.lab.simulation.tables import SimulationError

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.lab.simulation.policies import SimulatedPolicy
 from yunlu.lab.simulation.sia_rules import BELIEVED_RESTART_S, load_prior
-from yunlu.lab.simulation.mixed_sia import SiaEstimator
-from yunlu.lab.simulation.sia import Sia
+from yunlu.lab.simulation.sia_estimator import SiaEstimator
+from yunlu.lab.simulation.sia_policy import SiaPolicy
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
 
-MIXED = ("yunlu", "yunlu-blind", "sia")
+TYPE_AWARE = ("yunlu", "yunlu-blind", "sia")
 """Those that know types of devices apart; others take the pool for one of equal devices."""
 
 
-def make_mixed_contestant(
+def make_type_aware_policy(
     name: str,
     profiles: Path,
     applications: Iterable[str],
     nodes: Sequence[Node],
     slowdown: Mapping[str, float] | None = None,
 ) -> SimulatedPolicy:
-    """One of ``MIXED``, for a pool of these nodes and profiles in that directory."""
+    """One of ``TYPE_AWARE``, for a pool of these nodes and profiles in that directory."""
     sizes = {node.type: node.devices for node in nodes}
     types = tuple(sizes)
     known = load_prior(profiles, applications, types, slowdown)
     if name == "sia":
         return SimulatedPolicy(
             name=name,
-            policy=Sia(restart_s_by_program=BELIEVED_RESTART_S),
+            policy=SiaPolicy(restart_s_by_program=BELIEVED_RESTART_S),
             estimator=SiaEstimator(known=known, node_devices=sizes),
             declares_length=False,
         )

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.sia_rules import load_prior, load_typed_profiles
-from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
+from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.profiles import load_application
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
@@ -109,13 +109,13 @@ def test_only_whole_copies_are_worth_anything_and_each_is_kept_full(folder: Path
         assert limits.base <= batch.total(count) <= limits.most
 
 
-@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("policy", TYPE_AWARE)
 def test_pipelines_run_beside_others_on_whole_copies_only(folder: Path, policy: str) -> None:
     names = ["cut", "toy"]
     workload = make_workload(
         [(60.0 * at, names[at % 2], 4 if at % 2 == 0 else 1, 64) for at in range(4)]
     )
-    contestant = make_mixed_contestant(policy, folder, names, NODES)
+    contestant = make_type_aware_policy(policy, folder, names, NODES)
     outcome = simulate(
         workload,
         load_typed_profiles(folder, names, TYPES),

@@ -14,8 +14,8 @@ from yunlu.lab.simulation.sia_rules import (
     load_prior,
     load_typed_profiles,
 )
-from yunlu.lab.simulation.type_aware_policies import MIXED, make_mixed_contestant
-from yunlu.lab.simulation.mixed_sia import SiaEstimator
+from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
+from yunlu.lab.simulation.sia_estimator import SiaEstimator
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
@@ -129,7 +129,7 @@ def test_sia_first_tries_one_device_anywhere_and_then_doubles(
     assert seen.goodput("fast", np.array([1, 1, 1]), sizes) == pytest.approx(4 * goodput)
 
 
-@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("policy", TYPE_AWARE)
 def test_a_workload_is_replayed_to_its_end_the_same_each_time(
     measured: tuple[Profiles, TablePrior], folder: Path, policy: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_workload_is_replayed_to_its_end_the_same_each_time(
     )
 
     def replay() -> tuple[dict[str, float], float]:
-        contestant = make_mixed_contestant(policy, folder, ["toy"], NODES, {"toy": 1.5})
+        contestant = make_type_aware_policy(policy, folder, ["toy"], NODES, {"toy": 1.5})
         outcome = simulate(
             workload,
             measured[0],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.lab.simulation.sia import Sia
+from yunlu.lab.simulation.sia_policy import SiaPolicy
 from yunlu.scheduler.policy.allocation_round import AllocationRound
 from yunlu.scheduler.policy.fairness import FairnessRules
 from yunlu.scheduler.policy.several_types import SeveralTypesSizing
@@ -151,10 +151,10 @@ def test_sia_decides_within_the_pool(
     rows: list[Row],
 ) -> None:
     state = PoolState(now=100.0, nodes=make_nodes(), jobs=build_jobs(rows))
-    decision = Sia().decide(state)
+    decision = SiaPolicy().decide(state)
     check(state, decision)
     held = tuple(replace(job, held=decision.placements.get(job.id, NOTHING)) for job in state.jobs)
-    check(again := replace(state, jobs=held, now=1000.0), Sia().decide(again))
+    check(again := replace(state, jobs=held, now=1000.0), SiaPolicy().decide(again))
 
 
 def test_the_fast_devices_go_to_who_makes_more_of_them() -> None:
@@ -211,19 +211,19 @@ def test_nodes_that_leave_get_nothing_new() -> None:
 def test_an_empty_pool_and_an_empty_queue() -> None:
     assert decide(PoolState(now=0.0, nodes=(), jobs=(make_job("job"),))).placements == {}
     assert decide(PoolState(now=0.0, nodes=make_nodes(), jobs=())).placements == {}
-    assert Sia().decide(PoolState(now=0.0, nodes=(), jobs=())).placements == {}
+    assert SiaPolicy().decide(PoolState(now=0.0, nodes=(), jobs=())).placements == {}
 
 
 def test_sia_keeps_who_is_pinned_and_counts_restarts() -> None:
     held = Placement((("s0", 2),))
     pinned = make_job("pinned", held=held, is_pinned=True, remaining=1e6)
     state = PoolState(now=50.0, nodes=make_nodes(), jobs=(pinned,))
-    assert Sia().decide(state).placements["pinned"] == held
+    assert SiaPolicy().decide(state).placements["pinned"] == held
     free = replace(pinned, is_pinned=False)
-    young = Sia().decide(replace(state, jobs=(free,), now=10.0)).placements["pinned"]
+    young = SiaPolicy().decide(replace(state, jobs=(free,), now=10.0)).placements["pinned"]
     assert young.devices > 2
     tired = replace(free, restarts=40)
-    old = Sia().decide(replace(state, jobs=(tired,), now=1200.0)).placements["pinned"]
+    old = SiaPolicy().decide(replace(state, jobs=(tired,), now=1200.0)).placements["pinned"]
     assert old == held
 
 

@@ -31,7 +31,7 @@ _GAP = 1e-4
 
 
 @dataclass(kw_only=True)
-class Sia:
+class SiaPolicy:
     """Fair goodput over types of devices, by integer programming."""
 
     name: str = "sia"

@@ -14,7 +14,7 @@ from yunlu.hardware.fleet import Node
 from yunlu.lab.simulation import simulator
 from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.profiles import Application, Epochs, Profiles
+from yunlu.lab.simulation.profiles import Application, TrainingCurve, Profiles
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.step_times import StepTimes
@@ -155,7 +155,7 @@ def _application(name: str, steps: int, most: int, measured: Measured) -> Applic
     curves = {
         (count,): [(-(-BATCH // count), (step_s, 0.0))] for count, step_s in measured.step_s.items()
     }
-    training = Epochs((float(steps),), (float(steps),), (GradientNoise(1.0, 1.0),))
+    training = TrainingCurve((float(steps),), (float(steps),), (GradientNoise(1.0, 1.0),))
     limits = BatchLimits(base=BATCH, most=BATCH, local_least=1, local_most=BATCH, fixed=BATCH)
     return Application(
         name,

@@ -15,7 +15,7 @@ from benchmarks.pool_parts.evidence import (
 )
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import SimulationRules, Trouble
+from yunlu.lab.simulation.rules import SimulationRules, Faults
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationOutcome
 
     Say = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def run_ours(
     number: int,
     load: float = 1.0,
     knowledge: Knowledge = FULL,
-    trouble: Trouble | None = None,
+    trouble: Faults | None = None,
 ) -> SimulationOutcome:
     """One workload under the policy ``yunlu``, with its own defaults."""
     options = AllocatorOptions(learns_from_programs=knowledge.learns_lengths)
@@ -77,7 +77,7 @@ def run_ours(
             is_shared=knowledge.is_shared, declares_length=knowledge.declares_length
         ),
         estimator=Fitter(),
-        trouble=trouble or Trouble(),
+        trouble=trouble or Faults(),
     )
 
 
@@ -151,10 +151,10 @@ def compare_blind(folder: Path, workloads: Sequence[int], say: Say) -> list[Figu
 
 
 TROUBLES = {
-    "declared lengths wrong by 0.5 to 2 times": Trouble(length_error=2.0),
-    "10 % of jobs crash once": Trouble(crash_share=0.1),
-    "step times with 10 % noise": Trouble(step_noise=0.1),
-    "interference of 25 % between wide jobs": Trouble(interference=0.25),
+    "declared lengths wrong by 0.5 to 2 times": Faults(length_error=2.0),
+    "10 % of jobs crash once": Faults(crash_share=0.1),
+    "step times with 10 % noise": Faults(step_noise=0.1),
+    "interference of 25 % between wide jobs": Faults(interference=0.25),
 }
 
 

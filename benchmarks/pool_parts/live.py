@@ -13,7 +13,7 @@ from yunlu.runs.events import AttemptStarted, DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
-from yunlu.scheduler.allocation_record import StepTiming, read_allocation
+from yunlu.scheduler.allocation_record import RecordedTiming, read_allocation
 from yunlu.scheduler.pool_store import PoolSettings
 from yunlu.scheduler.queue import SubmitOptions, enqueue, read_entry
 
@@ -47,7 +47,7 @@ class Lived:
     """Of those that its steps should have trained on: missing, or trained on twice."""
     sizes: tuple[tuple[float, int], ...]
     """When it went on with how many workers."""
-    seen: tuple[StepTiming, ...]
+    seen: tuple[RecordedTiming, ...]
     resize_s: tuple[float, ...]
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationOutcome
     from yunlu.lab.simulation.workload import Workload
 
 _LARGEST = 32

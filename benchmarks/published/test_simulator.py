@@ -17,7 +17,7 @@ from yunlu.lab.simulation.sia_rules import (
     build_sia_cluster,
 )
 from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
-from yunlu.lab.simulation.outcome import SimulationOutcome
+from yunlu.lab.simulation.result import SimulationOutcome
 from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate

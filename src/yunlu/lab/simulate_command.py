@@ -15,14 +15,14 @@ from rich.text import Text
 
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.policies import POLICIES, make_policy
 from yunlu.lab.simulation.figures import check_plot_directory, write_plots
-from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles
-from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
+from yunlu.lab.simulation.policies import POLICIES, make_policy
 from yunlu.lab.simulation.profiles import load_profiles
-from yunlu.lab.simulation.rules import SimulationRules, Trouble
+from yunlu.lab.simulation.rules import Faults, SimulationRules
+from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles
 from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.workload import load_workloads
 from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, print_json
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
     from yunlu.lab.simulation.policies import SimulatedPolicy
-    from yunlu.lab.simulation.outcome import SimulationOutcome
     from yunlu.lab.simulation.profiles import Profiles
+    from yunlu.lab.simulation.result import SimulationOutcome
     from yunlu.lab.simulation.workload import Workload
 
     Runs = dict[str, list[SimulationOutcome]]
@@ -92,7 +92,7 @@ def simulate(
         is_event_driven=events,
         declares_length=not blind,
     )
-    trouble = Trouble(
+    trouble = Faults(
         seed=seed,
         length_error=length_error,
         crash_share=crashes,
@@ -149,7 +149,7 @@ def _run_all(
     nodes: Sequence[Node],
     *,
     rules: SimulationRules,
-    trouble: Trouble,
+    trouble: Faults,
 ) -> Runs:
     runs: Runs = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -269,7 +269,7 @@ def _whole(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
-def _check(rules: SimulationRules, trouble: Trouble) -> None:
+def _check(rules: SimulationRules, trouble: Faults) -> None:
     limits = (
         ("--interval", rules.interval_s, rules.interval_s > 0, "above 0"),
         ("--restart", rules.restart_s, rules.restart_s >= 0, "at least 0"),

@@ -72,7 +72,7 @@ def spot(
     """
     import numpy as np  # noqa: PLC0415 - other verbs do not need it
 
-    from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs  # noqa: PLC0415
+    from yunlu.lab.spot.comparison import draw_starts, replay_jobs, summarise_policies  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
     if plot is not None:

@@ -6,12 +6,12 @@ from benchmarks.pool_parts.foretell import foretell, measure
 from benchmarks.pool_parts.live import Lived
 from benchmarks.pool_parts.queue import BATCH, QUEUE, Arrival, Kind, make_job, make_queue
 
-from yunlu.scheduler.allocation_record import StepTiming
+from yunlu.scheduler.allocation_record import RecordedTiming
 from yunlu.scheduler.resource_request import make_request
 
 
 def seen(devices, step_s):
-    return StepTiming(
+    return RecordedTiming(
         device_type="cpu", nodes=1, devices=devices, local_batch=BATCH // devices,
         accumulate_s=step_s, step_s=step_s,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from yunlu.core.files import write_atomically
-from yunlu.lab.simulation.seats import find_seats
+from yunlu.lab.simulation.device_rows import assign_device_rows
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.render.drawing.plots import IDLE, PALETTE, plot
 from yunlu.render.figures.values import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.outcome import Round, SimulationOutcome
+    from yunlu.lab.simulation.result import DecisionRecord, SimulationOutcome
 
 _HOUR_S = 3600
 _SHADES = (0.95, 0.75, 0.55)
@@ -86,7 +86,9 @@ def allocation_figure(
             # Neighbours of one application differ a little, so that jobs can be told apart.
             opacity=_SHADES[order % len(_SHADES)],
         )
-        for order, (job, seats) in enumerate(zip(outcome.jobs, find_seats(outcome), strict=True))
+        for order, (job, seats) in enumerate(
+            zip(outcome.jobs, assign_device_rows(outcome), strict=True)
+        )
         for low, high, start, end in seats
     )
     edges = [sum(node.devices for node in outcome.nodes[:i]) for i in range(len(outcome.nodes))]
@@ -192,7 +194,7 @@ def _cost_bars(runs: Mapping[str, Sequence[SimulationOutcome]]) -> Iterator[Bar]
 
 
 def _count_series(
-    key: str, label: str, rounds: Sequence[Round], counts: Sequence[int], colour: int
+    key: str, label: str, rounds: Sequence[DecisionRecord], counts: Sequence[int], colour: int
 ) -> Series:
     hours = tuple(one.at / _HOUR_S for one in rounds)
     return Series(key=key, name=same(label), x=hours, y=tuple(counts), colour=colour, style="steps")

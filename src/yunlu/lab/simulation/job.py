@@ -17,9 +17,9 @@ from yunlu.scheduler.policy.values import Demand
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.lab.simulation.job_observations import Shelf
+    from yunlu.lab.simulation.job_observations import SharedObservations
     from yunlu.lab.simulation.profiles import Application
-    from yunlu.lab.simulation.rules import Fate, SimulationRules, Trouble
+    from yunlu.lab.simulation.rules import Faults, JobFaults, SimulationRules
     from yunlu.lab.simulation.workload import Submission
     from yunlu.scheduler.policy.observations import Estimator, GradientNoise, SpeedModel
     from yunlu.scheduler.policy.values import Speed
@@ -37,10 +37,10 @@ class SimulatedJob:
         application: Application,
         *,
         rules: SimulationRules,
-        trouble: Trouble,
-        fate: Fate,
+        trouble: Faults,
+        fate: JobFaults,
         estimator: Estimator | None,
-        shelf: Shelf | None,
+        shelf: SharedObservations | None,
         devices_per_node: Mapping[str, int],
     ) -> None:
         self.submission, self.application = submission, application

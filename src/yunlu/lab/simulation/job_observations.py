@@ -16,7 +16,7 @@ _REPEATS = 4
 
 
 @dataclass(slots=True)
-class Shelf:
+class SharedObservations:
     """What all jobs of one application have seen."""
 
     timings: dict[Key, StepTiming] = field(default_factory=dict[Key, StepTiming])
@@ -55,7 +55,11 @@ class SpeedNotes:
     """What was seen of one job."""
 
     def __init__(
-        self, signature: str, limits: BatchLimits, asked_batch: int, shelf: Shelf | None
+        self,
+        signature: str,
+        limits: BatchLimits,
+        asked_batch: int,
+        shelf: SharedObservations | None,
     ) -> None:
         self._signature, self._limits, self._shelf = signature, limits, shelf
         self._asked_batch = asked_batch

@@ -27,7 +27,7 @@ _COLUMNS = ("progress", "iteration", "grad_sqr", "grad_var")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ApplicationFacts:
     """What the tables of an application do not say."""
 
     epochs: int | None = None
@@ -42,20 +42,20 @@ class Facts:
     """Of one pass of a pipeline."""
 
 
-_KNOWN: Mapping[str, Facts] = {
-    "bert": Facts(epochs=2),
-    "cifar10": Facts(epochs=100),
-    "deepspeech2": Facts(epochs=80),
-    "gpt_pmp": Facts(epochs=2, stages={"rtx": 8, "dgx-ext": 2}),
-    "imagenet": Facts(epochs=90),
-    "ncf": Facts(epochs=10, batch=32768, max_devices=1),
-    "yolov3": Facts(epochs=50, local_most=8),
+_KNOWN: Mapping[str, ApplicationFacts] = {
+    "bert": ApplicationFacts(epochs=2),
+    "cifar10": ApplicationFacts(epochs=100),
+    "deepspeech2": ApplicationFacts(epochs=80),
+    "gpt_pmp": ApplicationFacts(epochs=2, stages={"rtx": 8, "dgx-ext": 2}),
+    "imagenet": ApplicationFacts(epochs=90),
+    "ncf": ApplicationFacts(epochs=10, batch=32768, max_devices=1),
+    "yolov3": ApplicationFacts(epochs=50, local_most=8),
 }
 """Of the applications of Pollux's and Sia's artifacts; ``facts.yaml`` in a directory says it for others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs:
+class TrainingCurve:
     """A training at one whole batch: at the end of each epoch."""
 
     progress: tuple[float, ...]
@@ -71,7 +71,7 @@ class Application:
     name: str
     times: Mapping[str, StepTimes]
     """By type of devices."""
-    trainings: Mapping[int, Epochs]
+    trainings: Mapping[int, TrainingCurve]
     """By whole batch, ascending."""
     epochs: int
     limits: BatchLimits
@@ -209,7 +209,7 @@ def load_application(directory: Path, types: Iterable[str] = ("device",)) -> App
     )
 
 
-def _load_times(directory: Path, kind: str, suffix: str, facts: Facts) -> StepTimes:
+def _load_times(directory: Path, kind: str, suffix: str, facts: ApplicationFacts) -> StepTimes:
     if facts.stages is None:
         return load_step_times(directory, suffix)
     if kind not in facts.stages:
@@ -222,8 +222,8 @@ def _load_times(directory: Path, kind: str, suffix: str, facts: Facts) -> StepTi
     )
 
 
-def _load_trainings(directory: Path) -> dict[int, Epochs]:
-    result: dict[int, Epochs] = {}
+def _load_trainings(directory: Path) -> dict[int, TrainingCurve]:
+    result: dict[int, TrainingCurve] = {}
     for path in directory.glob("validation-*.csv"):
         text = path.stem.removeprefix("validation-")
         if not text.isdigit():
@@ -234,7 +234,7 @@ def _load_trainings(directory: Path) -> dict[int, Epochs]:
     return dict(sorted(result.items()))
 
 
-def _load_training(path: Path) -> Epochs:
+def _load_training(path: Path) -> TrainingCurve:
     rows = [
         [read_number(path, line, row, name) for name in _COLUMNS]
         for line, row in enumerate(read_rows(path, _COLUMNS))
@@ -242,25 +242,25 @@ def _load_training(path: Path) -> Epochs:
     progress = tuple(row[0] for row in rows)
     if any(later <= earlier for earlier, later in zip((0.0, *progress), progress, strict=False)):
         raise SimulationError(f"{path}: progress does not grow from row to row.")
-    return Epochs(
+    return TrainingCurve(
         progress,
         tuple(row[1] for row in rows),
         tuple(GradientNoise(row[2], row[3]) for row in rows),
     )
 
 
-def load_facts(directory: Path) -> Facts:
+def load_facts(directory: Path) -> ApplicationFacts:
     """What is known of an application beside its tables: from ``facts.yaml``, or built in."""
     path = directory / "facts.yaml"
     if not path.exists():
-        return _KNOWN.get(directory.name, Facts())
+        return _KNOWN.get(directory.name, ApplicationFacts())
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Facts(**content)
+        return ApplicationFacts(**content)
     except (OSError, yaml.YAMLError, TypeError) as error:
         raise SimulationError(
             f"{path} cannot be understood: {error}.",
-            hint=f"it may hold {', '.join(Facts.__slots__)}",
+            hint=f"it may hold {', '.join(ApplicationFacts.__slots__)}",
         ) from error
 
 

@@ -38,7 +38,7 @@ class SimulationRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class Faults:
     """What is not as it should be; the same for the same seed."""
 
     seed: int = 0
@@ -57,7 +57,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class JobFaults:
     """What is in store for one job."""
 
     declared_factor: float = 1.0
@@ -66,7 +66,7 @@ class Fate:
     noise_seed: tuple[int, int] = (0, 0)
 
 
-def draw_fates(trouble: Trouble, count: int) -> Sequence[Fate]:
+def draw_faults(trouble: Faults, count: int) -> Sequence[JobFaults]:
     """One for each job, in the order of the workload; each kind of trouble has its own dice."""
     lengths, crashes = (np.random.default_rng((trouble.seed, kind)) for kind in range(2))
     spread = math.log(trouble.length_error)
@@ -74,7 +74,7 @@ def draw_fates(trouble: Trouble, count: int) -> Sequence[Fate]:
     crash = crashes.uniform(size=count) < trouble.crash_share
     places = crashes.uniform(size=count)
     return [
-        Fate(
+        JobFaults(
             declared_factor=float(factors[item]),
             crashes_at=float(places[item]) if crash[item] else math.inf,
             noise_seed=(trouble.seed, 2 + item),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from yunlu.hardware.fleet import NOTHING
 from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.job_observations import Shelf
-from yunlu.lab.simulation.outcome import JobOutcome, Round, SimulationOutcome
-from yunlu.lab.simulation.rules import SimulationRules, Trouble, draw_fates
+from yunlu.lab.simulation.job_observations import SharedObservations
+from yunlu.lab.simulation.result import DecisionRecord, JobResult, SimulationOutcome
+from yunlu.lab.simulation.rules import Faults, SimulationRules, draw_faults
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.values import PoolState
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Watch = Callable[[float, int], None]
     """Told after each decision: the time, and how many jobs have ended."""
 
-_SOUND = Trouble()
+_SOUND = Faults()
 
 
 def simulate(
@@ -43,7 +43,7 @@ def simulate(
     *,
     rules: SimulationRules | None = None,
     estimator: Estimator | None = None,
-    trouble: Trouble = _SOUND,
+    trouble: Faults = _SOUND,
     watch: Watch | None = None,
 ) -> SimulationOutcome:
     """Replay a workload to its end.
@@ -86,16 +86,16 @@ class _Run:
         *,
         rules: SimulationRules,
         estimator: Estimator | None,
-        trouble: Trouble,
+        trouble: Faults,
     ) -> None:
         self.now: float = 0
         self.ended = 0
         self._workload, self._policy, self._rules, self._trouble = workload, policy, rules, trouble
         self._nodes = {node.name: node for node in nodes}
-        self._rounds: list[Round] = []
-        shelves: dict[str, Shelf] = {}
+        self._rounds: list[DecisionRecord] = []
+        shelves: dict[str, SharedObservations] = {}
         sizes = {node.type: node.devices for node in nodes}
-        fates = draw_fates(trouble, len(workload.jobs))
+        fates = draw_faults(trouble, len(workload.jobs))
         self._jobs = [
             SimulatedJob(
                 submission,
@@ -104,7 +104,7 @@ class _Run:
                 trouble=trouble,
                 fate=fate,
                 estimator=estimator,
-                shelf=shelves.setdefault(submission.application, Shelf())
+                shelf=shelves.setdefault(submission.application, SharedObservations())
                 if rules.is_shared
                 else None,
                 devices_per_node=sizes,
@@ -183,7 +183,7 @@ class _Run:
     def outcome(self) -> SimulationOutcome:
         """How all jobs fared."""
         jobs = tuple(
-            JobOutcome(
+            JobResult(
                 name=job.name,
                 application=job.application.name,
                 submitted_at=job.submission.submitted_at,
@@ -278,7 +278,7 @@ class _Run:
             self._idle_since = self.now
         running = sum(count > 0 for count in devices)
         self._rounds.append(
-            Round(
+            DecisionRecord(
                 at=self.now,
                 waiting=len(devices) - running,
                 running=running,

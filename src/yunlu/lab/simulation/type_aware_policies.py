@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.lab.simulation.policies import SimulatedPolicy
-from yunlu.lab.simulation.sia_rules import BELIEVED_RESTART_S, load_prior
 from yunlu.lab.simulation.sia_estimator import SiaEstimator
 from yunlu.lab.simulation.sia_policy import SiaPolicy
+from yunlu.lab.simulation.sia_rules import BELIEVED_RESTART_S, load_prior
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 

@@ -101,7 +101,11 @@ def replay_jobs(
 
 
 def replay_jobs_in_any_zone(
-    job: DeadlineJob, zones: Sequence[SpotMarket], starts: Sequence[int], *, model: SpotModel = PRIOR
+    job: DeadlineJob,
+    zones: Sequence[SpotMarket],
+    starts: Sequence[int],
+    *,
+    model: SpotModel = PRIOR,
 ) -> list[SpotOutcome]:
     """Ours where any of the zones will do."""
     plans = SpotPlanCache(job, model)
@@ -150,9 +154,13 @@ def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> PolicySummary:
     )
 
 
-def _prepare(plans: SpotPlanCache, market: SpotMarket, start: int, *, knows_past: bool) -> PlannedSpotPolicy:
+def _prepare(
+    plans: SpotPlanCache, market: SpotMarket, start: int, *, knows_past: bool
+) -> PlannedSpotPolicy:
     price = market.on_demand_dollars_per_hour
-    policy = PlannedSpotPolicy(plans, price_share=float(market.spot_dollars_per_hour[start]) / price)
+    policy = PlannedSpotPolicy(
+        plans, price_share=float(market.spot_dollars_per_hour[start]) / price
+    )
     if knows_past:
         policy.recall(market.is_up[_past(plans.model, market, start) : start], market.step_s)
     return policy

@@ -13,12 +13,14 @@ from yunlu.scheduler.spot.values import HOUR_S, Mode, SpotObservation, SpotOutco
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket, DeadlinePolicy
+    from yunlu.scheduler.spot.values import DeadlineJob, DeadlinePolicy, SpotMarket
 
 _DONE_S = 1e-6
 
 
-def replay(policy: DeadlinePolicy, job: DeadlineJob, market: SpotMarket, *, start: int = 0) -> SpotOutcome:
+def replay(
+    policy: DeadlinePolicy, job: DeadlineJob, market: SpotMarket, *, start: int = 0
+) -> SpotOutcome:
     """Run one job in one zone from tick ``start`` until it is done, or the trace ends.
 
     Each tick the policy sees whether spot is up and for how much, then chooses; what it chose holds

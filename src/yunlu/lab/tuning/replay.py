@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Action, Dimension, Judgement, Method, Params
 
 
-class Curves(Protocol):
+class RecordedCurves(Protocol):
     """What would happen to any setting of one task, were it trained."""
 
     @property
@@ -79,7 +79,7 @@ class ReplayTrace:
 
 
 def replay(
-    method: Method, curves: Curves, *, workers: int, budget_s: float, resume_s: float = 0.0
+    method: Method, curves: RecordedCurves, *, workers: int, budget_s: float, resume_s: float = 0.0
 ) -> ReplayTrace:
     """Run a study for ``budget_s`` on the clock; ``resume_s``: what it takes a held trial to go on.
 
@@ -94,7 +94,7 @@ class _Replay:
     """One replay in the making."""
 
     def __init__(
-        self, method: Method, curves: Curves, workers: int, budget_s: float, resume_s: float
+        self, method: Method, curves: RecordedCurves, workers: int, budget_s: float, resume_s: float
     ) -> None:
         self._method, self._curves = method, curves
         self._workers, self._budget_s, self._resume_s = workers, budget_s, resume_s

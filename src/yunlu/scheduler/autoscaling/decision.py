@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from yunlu.scheduler.autoscaling.purchases import PurchasePlan, Buyer, plan_purchases, find_usable
+from yunlu.scheduler.autoscaling.purchases import Buyer, PurchasePlan, find_usable, plan_purchases
 from yunlu.scheduler.autoscaling.values import Limits, Scaling, ScalingMemory, ScalingRules
 from yunlu.scheduler.policy.values import Reason
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from yunlu.scheduler.spot.model import SpotHistory
-from yunlu.scheduler.spot.safety_net import apply_safety_net
 from yunlu.scheduler.spot.plan import LEVELS, make_spot_plan
 from yunlu.scheduler.spot.prior import PRIOR
+from yunlu.scheduler.spot.safety_net import apply_safety_net
 from yunlu.scheduler.spot.values import Mode
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.device_rows import assign_device_rows
 from yunlu.lab.simulation.policies import make_policy
-from yunlu.lab.simulation.outcome import SimulationOutcome
 from yunlu.lab.simulation.profiles import Application, Profiles
-from yunlu.lab.simulation.rules import SimulationRules, Trouble
-from yunlu.lab.simulation.seats import find_seats
+from yunlu.lab.simulation.result import SimulationOutcome
+from yunlu.lab.simulation.rules import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -104,7 +104,7 @@ def check(outcome: SimulationOutcome, profiles: Profiles, restart_s: float) -> N
             held += change
             assert held <= node.devices
         assert held == 0
-    for job, seats in zip(outcome.jobs, find_seats(outcome), strict=True):
+    for job, seats in zip(outcome.jobs, assign_device_rows(outcome), strict=True):
         application = profiles.find(job.application)
         assert math.isfinite(job.ended_at)
         # Every end of an epoch is rounded to a second.
@@ -317,7 +317,7 @@ def test_length_is_told_only_where_it_is_declared(profiles: Profiles) -> None:
     simulate(workload, profiles, NODES, Note(), rules=SimulationRules(declares_length=False))
     assert set(told) == {None}
     told.clear()
-    simulate(workload, profiles, NODES, Note(), trouble=Trouble(length_error=2.0, seed=3))
+    simulate(workload, profiles, NODES, Note(), trouble=Faults(length_error=2.0, seed=3))
     assert told[0] is not None
     assert whole / 2 <= told[0] <= whole * 2
     assert told[0] != whole

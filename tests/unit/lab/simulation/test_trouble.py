@@ -9,10 +9,10 @@ import pytest
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Placement
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.outcome import SimulationOutcome
+from yunlu.lab.simulation.device_rows import assign_device_rows
 from yunlu.lab.simulation.profiles import Profiles
-from yunlu.lab.simulation.rules import SimulationRules, Trouble
-from yunlu.lab.simulation.seats import find_seats
+from yunlu.lab.simulation.result import SimulationOutcome
+from yunlu.lab.simulation.rules import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.values import Decision, PoolState
@@ -28,21 +28,21 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
 @pytest.mark.parametrize(
     "trouble",
     [
-        Trouble(crash_share=1.0),
-        Trouble(step_noise=0.1),
-        Trouble(length_error=2.0),
-        Trouble(crash_share=0.3, step_noise=0.1, length_error=2.0, interference=0.25),
+        Faults(crash_share=1.0),
+        Faults(step_noise=0.1),
+        Faults(length_error=2.0),
+        Faults(crash_share=0.3, step_noise=0.1, length_error=2.0, interference=0.25),
     ],
 )
 def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
-    profiles: Profiles, trouble: Trouble
+    profiles: Profiles, trouble: Faults
 ) -> None:
     jobs = [
         (60.0 * place, "light" if place % 2 else "heavy", 1 + place % 8, 128) for place in range(10)
     ]
     workload = make_workload(jobs)
 
-    def run(trouble: Trouble, rules: SimulationRules) -> SimulationOutcome:
+    def run(trouble: Faults, rules: SimulationRules) -> SimulationOutcome:
         return simulate(
             workload, profiles, NODES, BASELINES["shortest"](), trouble=trouble, rules=rules
         )
@@ -51,23 +51,23 @@ def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
         outcome = run(trouble, rules)
         assert outcome.jct_s == run(trouble, rules).jct_s
         assert all(math.isfinite(job.ended_at) for job in outcome.jobs)
-        assert find_seats(outcome)
+        assert assign_device_rows(outcome)
         if trouble.crash_share == 1.0:
             assert all(job.crashes == 1 for job in outcome.jobs)
-            assert outcome.average_s > run(Trouble(), rules).average_s
+            assert outcome.average_s > run(Faults(), rules).average_s
 
 
 def test_a_crash_loses_only_what_was_not_saved(profiles: Profiles) -> None:
     workload = make_workload([(0, "heavy", 1, BASE)])
 
-    def run(trouble: Trouble) -> float:
+    def run(trouble: Faults) -> float:
         return simulate(workload, profiles, NODES, BASELINES["fifo"](), trouble=trouble).average_s
 
-    sound_s = run(Trouble())
-    lost_s = run(Trouble(crash_share=1.0, checkpoint_s=300)) - sound_s
+    sound_s = run(Faults())
+    lost_s = run(Faults(crash_share=1.0, checkpoint_s=300)) - sound_s
     # Since the last checkpoint, the way to the next round, the wait, the restart.
     assert 0 < lost_s <= 300 + 60 + 30 + 60 + 30 + 60
-    assert run(Trouble(crash_share=1.0, checkpoint_s=1e9)) - sound_s > lost_s
+    assert run(Faults(crash_share=1.0, checkpoint_s=1e9)) - sound_s > lost_s
 
 
 def test_neighbours_on_several_nodes_slow_each_other_down(profiles: Profiles) -> None:
@@ -81,7 +81,7 @@ def test_neighbours_on_several_nodes_slow_each_other_down(profiles: Profiles) ->
 
     both = make_workload([(0, "light", 2, 64), (0, "light", 2, 64)])
     alone = make_workload([(0, "light", 2, 64)])
-    trouble = Trouble(interference=0.5)
+    trouble = Faults(interference=0.5)
 
     def train_s(outcome: SimulationOutcome) -> float:
         return outcome.jobs[0].ended_at - 90

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fit_spot import HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
 
-from yunlu.lab.spot.comparison import summarise_policies, replay_jobs
+from yunlu.lab.spot.comparison import replay_jobs, summarise_policies
 from yunlu.lab.spot_command import SpotError, spot
 from yunlu.scheduler.spot.prior import PRIOR
 
@@ -56,7 +56,9 @@ def test_ours_is_cheaper_than_greedy_and_never_late(tmp_path: Path) -> None:
     write_markets(tmp_path / "availability" / "1-node" / HELD_OUT, up_h=6.0, down_h=2.0, zones=2)
     asked = ROWS[0]
     starts = draw_rows(tmp_path, each=4)[0]
-    standings = {each.policy: each for each in summarise_policies(replay_jobs(make_job(asked), starts))}
+    standings = {
+        each.policy: each for each in summarise_policies(replay_jobs(make_job(asked), starts))
+    }
     assert standings["optimum"].ratio <= standings["planned"].ratio
     assert standings["planned"].ratio < standings["greedy"].ratio < 1
     assert all(each.late == 0 for each in standings.values())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yunlu.lab.spot.baselines import Greedy, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay
-from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket, Mode, SpotObservation
+from yunlu.scheduler.spot.values import DeadlineJob, Mode, SpotMarket, SpotObservation
 
 
 @dataclass

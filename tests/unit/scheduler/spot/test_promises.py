@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.optimum import find_optimum
 from yunlu.lab.spot.replay import replay, replay_zones
-from yunlu.scheduler.spot.safety_net import apply_safety_net
 from yunlu.scheduler.spot.policy import PlannedSpotPolicy, SpotPlanCache
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, SpotMarket, Mode, SpotObservation
+from yunlu.scheduler.spot.safety_net import apply_safety_net
+from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode, SpotMarket, SpotObservation
 
 PRICE = 1.0
 

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.lab.simulation.outcome import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationOutcome
 
-Seat = tuple[int, int, float, float]
+DeviceBlock = tuple[int, int, float, float]
 """Rows from and to (devices counted over all nodes), seconds from and to."""
 
 
-def find_seats(outcome: SimulationOutcome) -> list[list[Seat]]:
+def assign_device_rows(outcome: SimulationOutcome) -> list[list[DeviceBlock]]:
     """For each job, blocks of devices over time; no two jobs share one."""
     hall = _Hall(outcome)
     changes = sorted(
@@ -39,7 +39,7 @@ def find_seats(outcome: SimulationOutcome) -> list[list[Seat]]:
 
 class _Hall:
     def __init__(self, outcome: SimulationOutcome) -> None:
-        self.seats: list[list[Seat]] = [[] for _ in outcome.jobs]
+        self.seats: list[list[DeviceBlock]] = [[] for _ in outcome.jobs]
         self._start: dict[str, int] = {}
         self._free: dict[str, list[int]] = {}
         row = 0

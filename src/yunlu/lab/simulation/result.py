@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobOutcome:
+class JobResult:
     """How one job fared."""
 
     name: str
@@ -37,7 +37,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class DecisionRecord:
     """One decision."""
 
     at: float
@@ -56,8 +56,8 @@ class SimulationOutcome:
     workload: str
     policy: str
     nodes: tuple[Node, ...]
-    jobs: tuple[JobOutcome, ...]
-    rounds: tuple[Round, ...]
+    jobs: tuple[JobResult, ...]
+    rounds: tuple[DecisionRecord, ...]
 
     @property
     def jct_s(self) -> dict[str, float]:

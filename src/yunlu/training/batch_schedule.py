@@ -170,8 +170,16 @@ def adapt_batch_size(engine: Engine) -> bool:
     if change is None:
         return False
     schedule.apply(change)
-    event = change.model_dump() | {"step": step + 1, "noise_scale": noise, "steps": schedule.steps}
-    engine.emit(BatchChanged(**event))
+    engine.emit(
+        BatchChanged(
+            step=step + 1,
+            batch=change.batch,
+            rate=change.rate,
+            gain=change.gain,
+            noise_scale=noise,
+            steps=schedule.steps,
+        )
+    )
     return True
 
 

@@ -295,7 +295,7 @@ class TrainingCallbacks:
         # The guard keeps its state: the bad steps must be known after the rollback.
         engine.guard.restore(guard)
         engine.guard.rolled_back(engine.steps_done)
-        skipping = sorted(engine.guard.bad_steps)
+        skipping = tuple(sorted(engine.guard.bad_steps))
         to_step = engine.steps_done
         self._run.emit(RolledBack(step=at, to_step=to_step, skipping=skipping))
 

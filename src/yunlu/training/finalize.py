@@ -41,7 +41,7 @@ def finalize(
         return {}
     lineage = ModelLineage(splits=engine.splits, environment=environment, step=step, scores=scores)
     names = export(directory, engine.job, engine.task, model, lineage)
-    directory.emit(ModelExported(path=Area.MODEL.value, files=names, from_step=step))
+    directory.emit(ModelExported(path=Area.MODEL.value, files=tuple(names), from_step=step))
     measured = measure_run(directory, samples=callbacks.samples_done, machine=machine)
     directory.emit(PredictionMeasured(measured=measured))
     return {

@@ -35,7 +35,7 @@ class SpotPlanCache:
     model: SpotModel = PRIOR
     levels: int = LEVELS
     made: dict[tuple[int, int, int], SpotPlan] = field(
-        default_factory=dict[tuple[int, int, int], "Plan"], init=False
+        default_factory=dict[tuple[int, int, int], "SpotPlan"], init=False
     )
 
     def at(self, price_share: float, *, up: float = 1.0, down: float = 1.0) -> SpotPlan:

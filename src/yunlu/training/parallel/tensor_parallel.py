@@ -101,7 +101,7 @@ def apply_tensor_parallel(
         )
     styles = find_styles(model, ways, sequence=sequence)
     head = find_head(model, styles)
-    logits = LogitsHandling(mesh, may_stay_sharded=vocabulary and head is not None)
+    handling = LogitsHandling(mesh, may_stay_sharded=vocabulary and head is not None)
     is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     tied = tied_weights(model)
     is_builtin = isinstance(model, TRANSFORMERS)
@@ -113,16 +113,16 @@ def apply_tensor_parallel(
     parallelize_module(model, mesh, plan, src_data_rank=None)
     _tie_again(model, tied)
     if isinstance(model, TRANSFORMERS):
-        _connect_transformer(model, mesh, logits if head else None, sequence=sequence)
+        _connect_transformer(model, mesh, handling if head else None, sequence=sequence)
     elif isinstance(model, MLP):
         _connect_mlp(model, mesh, styles)
     elif head is not None:
-        _change_output(model.get_submodule(head), logits.convert)
+        _change_output(model.get_submodule(head), handling.convert)
     for name, weight in model.named_parameters():
         # torch makes every norm trainable under sequence parallelism.
         weight.requires_grad_(is_trained[name])
         _keep_placement(weight)
-    _sharded_heads[model] = logits
+    _sharded_heads[model] = handling
 
 
 def sharded_loss(model: nn.Module) -> AbstractContextManager[None]:
@@ -131,18 +131,22 @@ def sharded_loss(model: nn.Module) -> AbstractContextManager[None]:
     The loss is a plain number, the same on every worker; the backward pass may run outside. Without effect
     for a model whose logits are not sharded.
     """
-    logits = _sharded_heads.get(model)
-    return nullcontext() if logits is None or not logits.may_stay_sharded else _keep_sharded(logits)
+    handling = _sharded_heads.get(model)
+    return (
+        nullcontext()
+        if handling is None or not handling.may_stay_sharded
+        else _keep_sharded(handling)
+    )
 
 
 @contextmanager
-def _keep_sharded(logits: LogitsHandling) -> Generator[None]:
-    logits.are_kept_sharded = True
+def _keep_sharded(handling: LogitsHandling) -> Generator[None]:
+    handling.are_kept_sharded = True
     try:
         with ShardedLoss():
             yield
     finally:
-        logits.are_kept_sharded = False
+        handling.are_kept_sharded = False
 
 
 class ShardedDropout(nn.Dropout):
@@ -207,7 +211,7 @@ def _torch_styles(
 
 
 def _connect_transformer(
-    model: nn.Module, mesh: DeviceMesh, logits: LogitsHandling | None, *, sequence: bool
+    model: nn.Module, mesh: DeviceMesh, handling: LogitsHandling | None, *, sequence: bool
 ) -> None:
     """Add the gather and shard hooks to the built-in transformers."""
 
@@ -236,8 +240,8 @@ def _connect_transformer(
             # A norm on its own, as in a pipeline stage, gets a plain input.
             norm.register_forward_pre_hook(cut, prepend=True)
             _change_output(norm, make_plain)
-    if logits is not None:
-        _change_output(_last_norms(model)[-1], partial(HeadInput.of, logits=logits))
+    if handling is not None:
+        _change_output(_last_norms(model)[-1], partial(HeadInput.of, handling=handling))
 
 
 def _change_output(module: nn.Module, change: Callable[[Any], Tensor]) -> None:

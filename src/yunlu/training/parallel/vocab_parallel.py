@@ -49,13 +49,13 @@ class HeadInput(Tensor):
     there is no layer for a hook.
     """
 
-    scores: LogitsHandling
+    handling: LogitsHandling
 
     @classmethod
-    def of(cls, x: Tensor, scores: LogitsHandling) -> HeadInput:
+    def of(cls, x: Tensor, handling: LogitsHandling) -> HeadInput:
         """The same values."""
         entering = x.as_subclass(cls)
-        entering.scores = scores
+        entering.handling = handling
         return entering
 
     @classmethod
@@ -72,9 +72,9 @@ class HeadInput(Tensor):
                 x: HeadInput = args[0]
                 plain = x.as_subclass(Tensor)
                 replicated = DTensor.from_local(
-                    plain, x.scores.mesh, [Replicate()], run_check=False
+                    plain, x.handling.mesh, [Replicate()], run_check=False
                 )
-                return x.scores.convert(func(replicated, *args[1:], **(kwargs or {})))
+                return x.handling.convert(func(replicated, *args[1:], **(kwargs or {})))
             return func(*args, **(kwargs or {}))
 
 

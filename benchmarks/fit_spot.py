@@ -106,8 +106,8 @@ def fit_rates(
     for _ in range(50):
         rate = time * np.exp(np.clip(x @ beta, -12, 6))
         slope = x.T @ (count - rate) - RIDGE * (beta - centre)
-        bend = (x * rate[:, None]).T @ x + RIDGE * np.eye(ages + 2)
-        move = np.linalg.solve(bend, slope)
+        adapt_rules = (x * rate[:, None]).T @ x + RIDGE * np.eye(ages + 2)
+        move = np.linalg.solve(adapt_rules, slope)
         beta = beta + move
         if np.abs(move).max() < 1e-9:
             break

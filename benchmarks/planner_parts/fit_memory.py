@@ -259,6 +259,6 @@ def _logistic(features: np.ndarray, labels: np.ndarray, ridge: float = 0.5) -> n
     for _ in range(30):
         chance = 1 / (1 + np.exp(-np.clip(features @ weights, -30, 30)))
         slope = features.T @ (labels - chance) - ridge * weights
-        bend = features.T @ (features * (chance * (1 - chance))[:, None])
-        weights += np.linalg.solve(bend + ridge * np.eye(len(weights)), slope)
+        adapt_rules = features.T @ (features * (chance * (1 - chance))[:, None])
+        weights += np.linalg.solve(adapt_rules + ridge * np.eye(len(weights)), slope)
     return weights

@@ -26,8 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
+from yunlu.lab.spot.comparison import (
+    draw_starts,
+    replay_jobs,
+    replay_jobs_in_any_zone,
+    summarise,
+    summarise_policies,
+)
 from yunlu.lab.spot.interruptions import interrupt
-from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, replay_jobs_in_any_zone, summarise
 from yunlu.lab.spot.traces import read_prices
 from yunlu.scheduler.autoscaling.values import ScalingRules
 from yunlu.scheduler.spot.prior import PRIOR

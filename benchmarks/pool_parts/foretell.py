@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks.pool_parts.queue import BATCH
 from yunlu.hardware.fleet import Node
 from yunlu.lab.simulation import simulator
-from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.profiles import Application, TrainingCurve, Profiles
+from yunlu.lab.simulation.policies import make_policy
+from yunlu.lab.simulation.profiles import Application, Profiles, TrainingCurve
 from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.step_times import StepTimes
@@ -98,7 +98,7 @@ def foretell(
             Profiles(applications),
             [Node(name=_NODE, devices=devices, type=_TYPE)],
             contestant.policy,
-            rules=contestant.bend(rules),
+            rules=contestant.adapt_rules(rules),
             estimator=contestant.estimator,
         )
     return Foretold(
@@ -146,7 +146,7 @@ def _step_times(jobs: Sequence[Lived], devices: int) -> dict[int, float]:
     for count in range(1, devices + 1):
         if count not in known:
             local = np.array([-(-BATCH // count)], dtype=np.float64)
-            told = model.tell_step_s(np.array([1]), np.array([count]), local, np.zeros(1))
+            told = model.predict_step_s(np.array([1]), np.array([count]), local, np.zeros(1))
             known[count] = float(told[0])
     return known
 

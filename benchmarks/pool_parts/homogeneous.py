@@ -15,7 +15,7 @@ from benchmarks.pool_parts.evidence import (
 )
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import SimulationRules, Faults
+from yunlu.lab.simulation.rules import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationResult
 
     Say = Callable[[str], None]
 
@@ -64,8 +64,8 @@ def run_ours(
     number: int,
     load: float = 1.0,
     knowledge: Knowledge = FULL,
-    trouble: Faults | None = None,
-) -> SimulationOutcome:
+    faults: Faults | None = None,
+) -> SimulationResult:
     """One workload under the policy ``yunlu``, with its own defaults."""
     options = AllocatorOptions(learns_from_programs=knowledge.learns_lengths)
     return simulate(
@@ -77,7 +77,7 @@ def run_ours(
             is_shared=knowledge.is_shared, declares_length=knowledge.declares_length
         ),
         estimator=Fitter(),
-        trouble=trouble or Faults(),
+        faults=faults or Faults(),
     )
 
 
@@ -110,7 +110,7 @@ def check_simulator(folder: Path, workloads: Sequence[int], say: Say) -> list[Fi
 
 def compare(folder: Path, workloads: Sequence[int], load: float, say: Say) -> list[Figure]:
     """Our policy against what was published of Pollux, at one load."""
-    ours: list[SimulationOutcome] = []
+    ours: list[SimulationResult] = []
     theirs = [read_published(folder, "pollux", number, load) for number in workloads]
     for number in workloads:
         say(f"load {load}: yunlu on workload {number}")
@@ -162,11 +162,11 @@ def compare_robust(folder: Path, workloads: Sequence[int], say: Say) -> list[Fig
     """What goes wrong in life, one thing at a time."""
     pollux_s = _average([read_published(folder, "pollux", number) for number in workloads])
     figures: list[Figure] = []
-    for name, trouble in TROUBLES.items():
+    for name, faults in TROUBLES.items():
         averages: list[float] = []
         for number in workloads:
             say(f"{name}: yunlu on workload {number}")
-            averages.append(run_ours(folder, number, trouble=trouble).average_s)
+            averages.append(run_ours(folder, number, faults=faults).average_s)
         value = _mean(averages)
         figures.append(
             Figure(name=f"average JCT, {name}", value=value, compared=_versus(value, pollux_s))
@@ -177,7 +177,7 @@ def compare_robust(folder: Path, workloads: Sequence[int], say: Say) -> list[Fig
 def _compare_tails(
     folder: Path,
     workloads: Sequence[int],
-    ours: Sequence[SimulationOutcome],
+    ours: Sequence[SimulationResult],
     theirs: Sequence[dict[str, float]],
 ) -> list[Figure]:
     tails = _mean(float(np.percentile(list(jcts.values()), 99)) for jcts in theirs)

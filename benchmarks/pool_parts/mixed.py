@@ -14,17 +14,22 @@ import numpy as np
 
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles, build_sia_cluster
-from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
 from yunlu.lab.simulation.rules import SimulationRules
+from yunlu.lab.simulation.sia_rules import (
+    SLOWDOWN,
+    apply_sia_rules,
+    build_sia_cluster,
+    load_typed_profiles,
+)
 from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
 from yunlu.lab.simulation.workload import load_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationResult
     from yunlu.lab.simulation.workload import Workload
 
 _LARGEST = 32
@@ -37,8 +42,8 @@ class Duel:
     """One workload under both."""
 
     workload: str
-    ours: SimulationOutcome
-    sia: SimulationOutcome
+    ours: SimulationResult
+    sia: SimulationResult
 
 
 def find_workloads(evidence: Path) -> list[str]:
@@ -52,17 +57,17 @@ def fight(evidence: Path, name: str) -> Duel:
     return Duel(workload=name, ours=replay_ours(evidence, name), sia=replay_sia(evidence, name))
 
 
-def replay_ours(evidence: Path, name: str) -> SimulationOutcome:
+def replay_ours(evidence: Path, name: str) -> SimulationResult:
     """With lengths declared and one store of timings per application."""
     return _replay(evidence, name, "yunlu")
 
 
-def replay_sia(evidence: Path, name: str) -> SimulationOutcome:
+def replay_sia(evidence: Path, name: str) -> SimulationResult:
     """With what Sia's scheduler knows."""
     return _replay(evidence, name, "sia")
 
 
-def _replay(evidence: Path, name: str, policy: str) -> SimulationOutcome:
+def _replay(evidence: Path, name: str, policy: str) -> SimulationResult:
     workload = load_workload(evidence / "sia" / "workloads" / f"{name}.csv")
     return _simulate(evidence, workload, policy)
 
@@ -155,7 +160,7 @@ def _simulate(
     *,
     scale: int = 1,
     timed: Timed | None = None,
-) -> SimulationOutcome:
+) -> SimulationResult:
     names = {job.application for job in workload.jobs}
     folder, nodes = evidence / "sia" / "profiles", build_sia_cluster(scale)
     contestant = make_type_aware_policy(name, folder, names, nodes, SLOWDOWN)
@@ -164,6 +169,6 @@ def _simulate(
         load_typed_profiles(folder, names),
         nodes,
         timed or contestant.policy,
-        rules=contestant.bend(apply_sia_rules(SimulationRules())),
+        rules=contestant.adapt_rules(apply_sia_rules(SimulationRules())),
         estimator=contestant.estimator,
     )

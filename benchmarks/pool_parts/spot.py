@@ -20,7 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.lab.spot.comparison import draw_starts, summarise_policies, replay_jobs, replay_jobs_in_any_zone, summarise
+from yunlu.lab.spot.comparison import (
+    draw_starts,
+    replay_jobs,
+    replay_jobs_in_any_zone,
+    summarise,
+    summarise_policies,
+)
 from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
 

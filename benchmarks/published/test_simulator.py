@@ -8,19 +8,19 @@ import pytest
 
 from benchmarks.pool_parts.evidence import DEFAULT_FOLDER
 from yunlu.lab.simulation.cluster import parse_cluster
+from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
+from yunlu.lab.simulation.result import SimulationResult
+from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.sia_rules import (
     SLOWDOWN,
     TYPES,
     apply_sia_rules,
+    build_sia_cluster,
     load_prior,
     load_typed_profiles,
-    build_sia_cluster,
 )
-from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
-from yunlu.lab.simulation.result import SimulationOutcome
-from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
-from yunlu.lab.simulation.rules import SimulationRules
 from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
 from yunlu.lab.simulation.workload import load_workload
 from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.observations import Observations
@@ -33,7 +33,7 @@ def profiles() -> Profiles:
     return load_profiles(PUBLIC / "profiles")
 
 
-def replay(profiles: Profiles, policy: str, workload: int, load: str = "") -> SimulationOutcome:
+def replay(profiles: Profiles, policy: str, workload: int, load: str = "") -> SimulationResult:
     path = PUBLIC / f"workloads{load}" / f"workload-{workload}.csv"
     return simulate(load_workload(path), profiles, parse_cluster("16x4"), BASELINES[policy]())
 
@@ -79,7 +79,7 @@ def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
     workload = load_workload(SIA / "workloads" / "philly" / "workload-6.csv")
     names = {job.application for job in workload.jobs}
     nodes = build_sia_cluster()
-    found: dict[str, SimulationOutcome] = {}
+    found: dict[str, SimulationResult] = {}
     for policy in ("sia", "yunlu"):
         contestant = make_type_aware_policy(policy, SIA / "profiles", names, nodes, SLOWDOWN)
         found[policy] = simulate(
@@ -87,7 +87,7 @@ def test_the_equivalent_of_sia_is_as_good_as_sia_and_ours_is_better() -> None:
             load_typed_profiles(SIA / "profiles", names),
             nodes,
             contestant.policy,
-            rules=contestant.bend(apply_sia_rules(SimulationRules())),
+            rules=contestant.adapt_rules(apply_sia_rules(SimulationRules())),
             estimator=contestant.estimator,
         )
     # Sia's own simulator: 0.598 h on average, p99 8.36 h, 4.64 restarts of each job.

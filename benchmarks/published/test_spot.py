@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
-from yunlu.lab.spot.comparison import summarise_policies, replay_jobs
+from yunlu.lab.spot.comparison import replay_jobs, summarise_policies
 from yunlu.scheduler.spot.prior import PRIOR
 
 

@@ -28,23 +28,23 @@ def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
     They continue without their supervisor, and restart it within seconds.
     """
     group = read_worker_group(run)
-    for member in group.workers if group else ():
-        if member.host == socket.gethostname():
-            worker = WorkerProcess(
-                pid=member.pid,
-                process_started_at=member.process_started_at,
-                host=member.host,
+    for worker in group.workers if group else ():
+        if worker.host == socket.gethostname():
+            process = WorkerProcess(
+                pid=worker.pid,
+                process_started_at=worker.process_started_at,
+                host=worker.host,
                 detached=True,
             )
-            if worker.is_alive():
-                yield worker
+            if process.is_alive():
+                yield process
 
 
 def kill_workers(run: RunStore) -> None:
     """Kill every worker of the run on this machine."""
-    for worker in running_workers(run):
+    for process in running_workers(run):
         with suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def find_run(host: str, port: int, token: str) -> RunStore:

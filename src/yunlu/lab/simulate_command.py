@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Node
     from yunlu.lab.simulation.policies import SimulatedPolicy
     from yunlu.lab.simulation.profiles import Profiles
-    from yunlu.lab.simulation.result import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationResult
     from yunlu.lab.simulation.workload import Workload
 
-    Runs = dict[str, list[SimulationOutcome]]
+    Runs = dict[str, list[SimulationResult]]
 
 _COLUMNS = (
     "policy", "average", "", "median", "p99", "makespan", "waiting",
@@ -92,14 +92,14 @@ def simulate(
         is_event_driven=events,
         declares_length=not blind,
     )
-    trouble = Faults(
+    faults = Faults(
         seed=seed,
         length_error=length_error,
         crash_share=crashes,
         step_noise=step_noise,
         interference=interference,
     )
-    _check(rules, trouble)
+    _check(rules, faults)
     names = [name.strip() for text in policy for name in text.split(",") if name.strip()]
     if not names:
         raise SimulationError(f"--policy: name a policy; known: {', '.join(POLICIES)}.")
@@ -128,7 +128,7 @@ def simulate(
         known,
         nodes,
         rules=apply_sia_rules(rules) if sia_rules else rules,
-        trouble=trouble,
+        faults=faults,
     )
     if json:
         for outcome in (one_outcome for outcomes in runs.values() for one_outcome in outcomes):
@@ -149,7 +149,7 @@ def _run_all(
     nodes: Sequence[Node],
     *,
     rules: SimulationRules,
-    trouble: Faults,
+    faults: Faults,
 ) -> Runs:
     runs: Runs = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -172,9 +172,9 @@ def _run_all(
                     profiles,
                     nodes,
                     contestant.policy,
-                    rules=contestant.bend(rules),
+                    rules=contestant.adapt_rules(rules),
                     estimator=contestant.estimator,
-                    trouble=trouble,
+                    faults=faults,
                     watch=watch,
                 )
                 runs.setdefault(name, []).append(outcome)
@@ -247,7 +247,7 @@ def _workload_table(runs: Runs, workloads: Sequence[str]) -> Table:
     return table
 
 
-def _means(outcomes: Sequence[SimulationOutcome]) -> Mapping[str, float]:
+def _means(outcomes: Sequence[SimulationResult]) -> Mapping[str, float]:
     summaries: list[dict[str, Any]] = [outcome.summary() for outcome in outcomes]
     return {
         name: sum(summary[name] for summary in summaries) / len(summaries)
@@ -269,14 +269,14 @@ def _whole(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
-def _check(rules: SimulationRules, trouble: Faults) -> None:
+def _check(rules: SimulationRules, faults: Faults) -> None:
     limits = (
         ("--interval", rules.interval_s, rules.interval_s > 0, "above 0"),
         ("--restart", rules.restart_s, rules.restart_s >= 0, "at least 0"),
-        ("--length-error", trouble.length_error, trouble.length_error >= 1, "at least 1"),
-        ("--crashes", trouble.crash_share, 0 <= trouble.crash_share <= 1, "from 0 to 1"),
-        ("--step-noise", trouble.step_noise, 0 <= trouble.step_noise < 1, "from 0 to below 1"),
-        ("--interference", trouble.interference, 0 <= trouble.interference < 1, "from 0 to below 1"),
+        ("--length-error", faults.length_error, faults.length_error >= 1, "at least 1"),
+        ("--crashes", faults.crash_share, 0 <= faults.crash_share <= 1, "from 0 to 1"),
+        ("--step-noise", faults.step_noise, 0 <= faults.step_noise < 1, "from 0 to below 1"),
+        ("--interference", faults.interference, 0 <= faults.interference < 1, "from 0 to below 1"),
     )  # fmt: skip
     for option, value, is_good, text in limits:
         if not is_good or not math.isfinite(value):

@@ -60,5 +60,5 @@ def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter  # noqa: PLC0415 (as above)
     from yunlu.scheduler.speed_estimates import catalog_speeds  # noqa: PLC0415 (as above)
 
-    mixed = CrossTypeFitter(types=types, known=catalog_speeds())
+    mixed = CrossTypeFitter(types=types, prior=catalog_speeds())
     return replace(mixed, fitter=replace(mixed.fitter, first_devices=first))

@@ -329,9 +329,9 @@ class ElasticWorker:
         departing = gathered[workers:]
         receiving = [
             make_empty_shard(description)
-            for number, guest in enumerate(departing)
+            for number, source in enumerate(departing)
             if number % workers == assignment.handoff_rank
-            for description in guest["pieces"]
+            for description in source["pieces"]
         ]
         redistribute(held if assignment.is_departing else [], receiving)
         self._received_shards = receiving

@@ -32,12 +32,12 @@ _MAX_WORKERS = 64
 
 def load(run: RunStore) -> NodeInputs:
     """Load the data and build the model, once for all workers of this machine."""
-    crew = read_worker_group(run)
+    group = read_worker_group(run)
     run.is_quiet = (
-        crew is not None and crew.generation > 0
+        group is not None and group.generation > 0
     )  # a node that joins later repeats no events
     job = read_job(run)
-    if _may_partition(job, crew):
+    if _may_partition(job, group):
         # Loaded here once, not during a recovery: sharding imports a compiler, which takes seconds.
         for name in ("yunlu.training.parallel.parallelize", "torch._dynamo"):
             importlib.import_module(name)
@@ -55,13 +55,13 @@ def plan_layouts(run: RunStore, inputs: NodeInputs, devices: int) -> dict[int, L
     return layouts_by_count(plan, job, most=_MAX_WORKERS)
 
 
-def _may_partition(job: Job, crew: WorkerGroup | None) -> bool:
+def _may_partition(job: Job, group: WorkerGroup | None) -> bool:
     """Whether a worker may soon hold only a part of the model."""
-    if crew is None or not crew.layouts:
+    if group is None or not group.layouts:
         requested = job.layout
         return not requested.fsdp == requested.tp == requested.pp == 1
     # Layouts of a much larger group are not considered: they are imported when needed.
-    nearby = [layout for count, layout in crew.layouts.items() if count <= 2 * max(crew.target, 2)]
+    nearby = [layout for count, layout in group.layouts.items() if count <= 2 * max(group.target, 2)]
     layouts = [Layout.model_validate(layout) for layout in nearby]
     return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in layouts)
 

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.lab.simulation.result import SimulationOutcome
+    from yunlu.lab.simulation.result import SimulationResult
 
 DeviceBlock = tuple[int, int, float, float]
 """Rows from and to (devices counted over all nodes), seconds from and to."""
 
 
-def assign_device_rows(outcome: SimulationOutcome) -> list[list[DeviceBlock]]:
+def assign_device_rows(outcome: SimulationResult) -> list[list[DeviceBlock]]:
     """For each job, blocks of devices over time; no two jobs share one."""
-    hall = _Hall(outcome)
+    rows = _DeviceRows(outcome)
     changes = sorted(
         (
             (at, job, placement)
@@ -31,15 +31,15 @@ def assign_device_rows(outcome: SimulationOutcome) -> list[list[DeviceBlock]]:
         now = list(group)
         # All give back before anybody takes.
         for _, job, _ in now:
-            hall.leave(job, at)
+            rows.release(job, at)
         for _, job, placement in now:
-            hall.sit(job, placement, at)
-    return hall.seats
+            rows.take(job, placement, at)
+    return rows.blocks
 
 
-class _Hall:
-    def __init__(self, outcome: SimulationOutcome) -> None:
-        self.seats: list[list[DeviceBlock]] = [[] for _ in outcome.jobs]
+class _DeviceRows:
+    def __init__(self, outcome: SimulationResult) -> None:
+        self.blocks: list[list[DeviceBlock]] = [[] for _ in outcome.jobs]
         self._start: dict[str, int] = {}
         self._free: dict[str, list[int]] = {}
         row = 0
@@ -49,16 +49,16 @@ class _Hall:
             row += node.devices
         self._held: dict[int, list[tuple[str, list[int], float]]] = {}
 
-    def leave(self, job: int, at: float) -> None:
+    def release(self, job: int, at: float) -> None:
         for name, slots, since in self._held.pop(job, []):
             self._free[name] = sorted([*self._free[name], *slots])
             if at > since:
                 start = self._start[name]
-                self.seats[job] += [
+                self.blocks[job] += [
                     (start + low, start + high, since, at) for low, high in _join(slots)
                 ]
 
-    def sit(self, job: int, placement: Placement, at: float) -> None:
+    def take(self, job: int, placement: Placement, at: float) -> None:
         held = self._held.setdefault(job, [])
         for name, count in placement.shares:
             free = self._free[name]

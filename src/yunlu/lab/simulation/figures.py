@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import DecisionRecord, SimulationOutcome
+    from yunlu.lab.simulation.result import DecisionRecord, SimulationResult
 
 _HOUR_S = 3600
 _SHADES = (0.95, 0.75, 0.55)
@@ -45,7 +45,7 @@ def check_plot_directory(directory: Path) -> None:
         ) from error
 
 
-def write_plots(runs: Mapping[str, Sequence[SimulationOutcome]], directory: Path) -> list[Path]:
+def write_plots(runs: Mapping[str, Sequence[SimulationResult]], directory: Path) -> list[Path]:
     """Plot the outcomes of each policy (by name) on each workload; the paths of the files."""
     check_plot_directory(directory)
     paths: list[Path] = []
@@ -69,9 +69,7 @@ def write_plots(runs: Mapping[str, Sequence[SimulationOutcome]], directory: Path
     return paths
 
 
-def allocation_figure(
-    outcome: SimulationOutcome, *, until_s: float | None = None
-) -> TimelineFigure:
+def allocation_figure(outcome: SimulationResult, *, until_s: float | None = None) -> TimelineFigure:
     """A row for each device over time; a colour for each application, a shade for each job."""
     rows = sum(node.devices for node in outcome.nodes)
     applications = sorted({job.application for job in outcome.jobs})
@@ -114,7 +112,7 @@ def allocation_figure(
     )
 
 
-def completion_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> LineFigure:
+def completion_figure(runs: Mapping[str, Sequence[SimulationResult]]) -> LineFigure:
     """Share of jobs that took no longer than so long; a line for each policy, its mean marked."""
     series: list[Series] = []
     slowest = 1.0
@@ -147,7 +145,7 @@ def completion_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> LineFi
     )
 
 
-def queue_figures(outcomes: Mapping[str, SimulationOutcome]) -> tuple[LineFigure, LineFigure]:
+def queue_figures(outcomes: Mapping[str, SimulationResult]) -> tuple[LineFigure, LineFigure]:
     """Jobs without devices over time, and below them all that have not ended."""
     workload = next(iter(outcomes.values())).workload
     waiting, unfinished = list[Series](), list[Series]()
@@ -164,7 +162,7 @@ def queue_figures(outcomes: Mapping[str, SimulationOutcome]) -> tuple[LineFigure
     )
 
 
-def cost_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> BarFigure:
+def cost_figure(runs: Mapping[str, Sequence[SimulationResult]]) -> BarFigure:
     """Device-hours until the last job ended, held and idle; dollars where nodes have prices."""
     return BarFigure(
         id="cost",
@@ -174,7 +172,7 @@ def cost_figure(runs: Mapping[str, Sequence[SimulationOutcome]]) -> BarFigure:
     )
 
 
-def _cost_bars(runs: Mapping[str, Sequence[SimulationOutcome]]) -> Iterator[Bar]:
+def _cost_bars(runs: Mapping[str, Sequence[SimulationResult]]) -> Iterator[Bar]:
     for colour, (name, outcomes) in enumerate(runs.items(), 1):
         held = sum(outcome.device_hours for outcome in outcomes)
         rented = sum(

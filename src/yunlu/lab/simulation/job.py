@@ -9,7 +9,7 @@ import numpy as np
 
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.lab.simulation.fixed_batch_speed import FixedBatchSpeed
-from yunlu.lab.simulation.job_observations import SpeedNotes
+from yunlu.lab.simulation.job_observations import JobObservations
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.observations import BatchSplit, StepTiming, clamp_batch, split_batch
 from yunlu.scheduler.policy.values import Demand
@@ -37,10 +37,10 @@ class SimulatedJob:
         application: Application,
         *,
         rules: SimulationRules,
-        trouble: Faults,
-        fate: JobFaults,
+        faults: Faults,
+        job_faults: JobFaults,
         estimator: Estimator | None,
-        shelf: SharedObservations | None,
+        shared: SharedObservations | None,
         devices_per_node: Mapping[str, int],
     ) -> None:
         self.submission, self.application = submission, application
@@ -52,11 +52,11 @@ class SimulatedJob:
         self._starts = 0
         self.served_device_s: float = 0
         self.history: list[tuple[float, Placement]] = []
-        self._rules, self._trouble, self._estimator = rules, trouble, estimator
-        self._fate = fate
+        self._rules, self._faults, self._estimator = rules, faults, estimator
+        self._job_faults = job_faults
         self._types = frozenset(application.times)
-        self._notes = SpeedNotes(
-            application.name, application.limits, submission.asked_batch, shelf
+        self._notes = JobObservations(
+            application.name, application.limits, submission.asked_batch, shared
         )
         self._model: SpeedModel | None = None
         self._modelled: object = None
@@ -74,10 +74,10 @@ class SimulatedJob:
         """What its next step will show; nobody may know it before."""
         self._restart_left_s: float = 0
         self._held_since: float | None = None
-        self._crashes_at = fate.crashes_at * application.length
+        self._crashes_at = job_faults.crashes_at * application.length
         self._saved = (0, 0.0)
         self._unsaved_s = 0.0
-        self._dice = np.random.default_rng(fate.noise_seed) if trouble.step_noise else None
+        self._dice = np.random.default_rng(job_faults.noise_seed) if faults.step_noise else None
         own = rules.restart_s_by_application
         self._restart_s = own.get(application.name, rules.restart_s)
         self._slowdown = rules.slowdown_by_application.get(application.name, 1.0)
@@ -163,7 +163,7 @@ class SimulatedJob:
         self.served_device_s += (clock - start) * self._devices
         if not self._shape:
             self._devices = 0
-        if self._unsaved_s >= self._trouble.checkpoint_s:
+        if self._unsaved_s >= self._faults.checkpoint_s:
             self._saved, self._unsaved_s = (self._epoch, self._progress), 0.0
 
     def next_event_s(self, within_s: float) -> float:
@@ -204,7 +204,7 @@ class SimulatedJob:
         self._crashes_at = math.inf
         self._epoch, self._progress = self._saved
         self._is_stale = True
-        self.retry_at = at + self._trouble.retry_s
+        self.retry_at = at + self._faults.retry_s
         self.placement, self._shape = NOTHING, ()
         self._restart_left_s = 0
         self._held_since = None
@@ -222,7 +222,7 @@ class SimulatedJob:
             )
         step_s, sync_s = times
         if self._dice is not None:
-            factor = math.exp(self._trouble.step_noise * float(self._dice.standard_normal()))
+            factor = math.exp(self._faults.step_noise * float(self._dice.standard_normal()))
             step_s, sync_s = step_s * factor, sync_s * factor
         accumulate_s = step_s - sync_s
         total = batch.total(self._devices)
@@ -283,8 +283,8 @@ class SimulatedJob:
 
     def _remaining(self) -> float:
         """As declared, less what is done; who runs beyond it is taken to be half way."""
-        declared = self.application.length * self._fate.declared_factor
+        declared = self.application.length * self._job_faults.declared_factor
         left = max(declared - self._progress, self._progress - declared, _OVERRUN * declared)
-        if self._fate.declared_factor == 1.0:
+        if self._job_faults.declared_factor == 1.0:
             left = self.application.length - self._progress
         return left * self.application.limits.base

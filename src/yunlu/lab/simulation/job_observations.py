@@ -51,7 +51,7 @@ class SharedObservations:
         return self._timings, self._noise
 
 
-class SpeedNotes:
+class JobObservations:
     """What was seen of one job."""
 
     def __init__(
@@ -59,9 +59,9 @@ class SpeedNotes:
         signature: str,
         limits: BatchLimits,
         asked_batch: int,
-        shelf: SharedObservations | None,
+        shared: SharedObservations | None,
     ) -> None:
-        self._signature, self._limits, self._shelf = signature, limits, shelf
+        self._signature, self._limits, self._shared = signature, limits, shared
         self._asked_batch = asked_batch
         self._timings: dict[Key, tuple[StepTiming, int]] = {}
         self._noise: GradientNoise | None = None
@@ -87,8 +87,8 @@ class SpeedNotes:
         if known is None:
             self._timings[key] = (timing, 1)
             self._stale[0] = True
-            if self._shelf is not None:
-                self._shelf.add_timing(key, timing)
+            if self._shared is not None:
+                self._shared.add_timing(key, timing)
         elif averages and known[1] < _REPEATS:
             self._timings[key] = (_mean(*known, timing), known[1] + 1)
             self._stale[0] = True
@@ -99,15 +99,15 @@ class SpeedNotes:
             point = NoisePoint(done, batch.total(timing.devices), noise)
             self._history[epoch] = point
             self._stale[1] = True
-            if self._shelf is not None:
-                self._shelf.add_noise(epoch, point)
+            if self._shared is not None:
+                self._shared.add_noise(epoch, point)
 
     def read(self) -> Observations:
         """As one value; the very same object while nothing is new."""
-        shelf = self._shelf
+        shared = self._shared
         is_new = any(self._stale) or self._seen is None
-        if shelf is not None and shelf.version != self._shelf_version:
-            self._shelf_version, is_new = shelf.version, True
+        if shared is not None and shared.version != self._shelf_version:
+            self._shelf_version, is_new = shared.version, True
         if not is_new:
             assert self._seen is not None
             return self._seen
@@ -117,7 +117,7 @@ class SpeedNotes:
         if self._stale[1]:
             history = tuple(self._history.values())
         self._own, self._stale = (timings, history), [False, False]
-        shared = shelf.read() if shelf is not None else ((), ())
+        shared = shared.read() if shared is not None else ((), ())
         self._seen = Observations(
             signature=self._signature,
             limits=self._limits,

@@ -32,7 +32,7 @@ class SimulatedPolicy:
     """Whether jobs of one application learn from each other."""
     declares_length: bool = True
 
-    def bend(self, rules: SimulationRules) -> SimulationRules:
+    def adapt_rules(self, rules: SimulationRules) -> SimulationRules:
         """The rules of a run, as far as they are this policy's own."""
         return replace(
             rules,

@@ -50,7 +50,7 @@ class DecisionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOutcome:
+class SimulationResult:
     """How all of them fared."""
 
     workload: str

@@ -66,18 +66,18 @@ class JobFaults:
     noise_seed: tuple[int, int] = (0, 0)
 
 
-def draw_faults(trouble: Faults, count: int) -> Sequence[JobFaults]:
+def draw_faults(faults: Faults, count: int) -> Sequence[JobFaults]:
     """One for each job, in the order of the workload; each kind of trouble has its own dice."""
-    lengths, crashes = (np.random.default_rng((trouble.seed, kind)) for kind in range(2))
-    spread = math.log(trouble.length_error)
+    lengths, crashes = (np.random.default_rng((faults.seed, kind)) for kind in range(2))
+    spread = math.log(faults.length_error)
     factors = np.exp(lengths.uniform(-spread, spread, count)) if spread > 0 else np.ones(count)
-    crash = crashes.uniform(size=count) < trouble.crash_share
+    crash = crashes.uniform(size=count) < faults.crash_share
     places = crashes.uniform(size=count)
     return [
         JobFaults(
             declared_factor=float(factors[item]),
             crashes_at=float(places[item]) if crash[item] else math.inf,
-            noise_seed=(trouble.seed, 2 + item),
+            noise_seed=(faults.seed, 2 + item),
         )
         for item in range(count)
     ]

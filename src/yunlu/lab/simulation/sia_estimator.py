@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LEAP = 2
 _MOST_DEVICES = 64
-_WELL_TOLD = 0.02
+_ACCURATE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +43,24 @@ class SiaSpeed:
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Useful samples a second; before the first step, one for one device of any type."""
-        known = self.estimator.known
-        here = known.samples_per_s(self.seen, device_type)
+        prior = self.estimator.prior
+        here = prior.samples_per_s(self.seen, device_type)
         if here is None:
             return np.zeros(len(devices))
-        unit = known.multiple(self.seen, device_type)
+        unit = prior.multiple(self.seen, device_type)
         if not self.fits or self.seen.noise is None:
             return np.where(devices == unit, 1.0, 0.0)
-        most = known.most_devices(self.seen, device_type) or 0
+        most = prior.most_devices(self.seen, device_type) or 0
         if device_type in self.fits:
             result = self.fits[device_type].goodput(device_type, nodes, devices)
             return np.where((devices <= most) & (devices % unit == 0), result, 0.0)
         source = next(
             node_device for node_device in self.estimator.node_devices if node_device in self.fits
         )
-        there = known.samples_per_s(self.seen, source)
+        there = prior.samples_per_s(self.seen, source)
         assert there is not None
         # As many copies of the model there, each as fast as one is here.
-        unit_there = known.multiple(self.seen, source)
+        unit_there = prior.multiple(self.seen, source)
         devices_there = np.maximum(devices // unit, 1) * unit_there
         nodes_there = -(-devices_there // self.estimator.node_devices[source])
         ratio = here * unit / (there * unit_there)
@@ -69,8 +69,8 @@ class SiaSpeed:
 
     def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch to run with, within what fits that shape."""
-        most = self.estimator.known.local_most(self.seen, device_type, nodes, devices)
-        limits = self.estimator.known.limits(self.seen, device_type)
+        most = self.estimator.prior.local_most(self.seen, device_type, nodes, devices)
+        limits = self.estimator.prior.limits(self.seen, device_type)
         assert most is not None
         assert limits is not None
         limits = replace(limits, local_most=most)
@@ -86,7 +86,7 @@ class SiaSpeed:
 class SiaEstimator:
     """Makes them: an :class:`~...observations.Estimator`."""
 
-    known: TablePrior
+    prior: TablePrior
     node_devices: Mapping[str, int]
     """Devices per node of each type; the order is that in which types are projected from."""
 
@@ -106,28 +106,28 @@ class SiaEstimator:
         return SiaSpeed(fits=fits, seen=seen, estimator=self)
 
     def _fit(self, seen: Observations, last: SiaSpeed | None) -> Mapping[str, Throughput]:
-        known: dict[str, Throughput] = {}
+        prior: dict[str, Throughput] = {}
         if last is not None:
-            known = {name: fit.throughputs[name] for name, fit in last.fits.items()}
+            prior = {name: fit.throughputs[name] for name, fit in last.fits.items()}
             if last.seen.timings is seen.timings:
-                return known
+                return prior
         by_type: dict[str, list[StepTiming]] = {}
         for timing in seen.timings:
             by_type.setdefault(timing.device_type, []).append(timing)
         for name, timings in by_type.items():
             old = {t[:3] for t in last.seen.timings} if last is not None else set[object]()
             if (
-                name in known
+                name in prior
                 and all(t[:3] in old for t in timings)
-                and _tells(known[name], timings)
+                and _is_accurate(prior[name], timings)
             ):
                 continue
             # Sia believes its formula, also where it has measured.
-            known[name] = replace(fit_throughput(timings), measured=None)
-        return known
+            prior[name] = replace(fit_throughput(timings), measured=None)
+        return prior
 
     def _limits(self, seen: Observations, name: str) -> BatchLimits:
-        limits = self.known.limits(seen, name)
+        limits = self.prior.limits(seen, name)
         assert limits is not None
         return limits
 
@@ -142,19 +142,21 @@ class SiaEstimator:
         most = 1
         for name in self.node_devices:
             largest = max((t.devices for t in seen.timings if t.device_type == name), default=0)
-            limits = self.known.limits(seen, name)
+            limits = self.prior.limits(seen, name)
             if limits is None:  # it cannot run there
                 continue
             allowed = limits.most // limits.local_least
-            least = self.known.multiple(seen, name)
+            least = self.prior.multiple(seen, name)
             most = max(most, min(max(_LEAP * largest, least), _MOST_DEVICES, allowed))
         return most
 
 
-def _tells(throughput: Throughput, timings: list[StepTiming]) -> bool:
+def _is_accurate(throughput: Throughput, timings: list[StepTiming]) -> bool:
     """Whether a model tells these timings so well that another fit would change nothing."""
     nodes, devices, local, step_s = (
         np.array([timing[at] for timing in timings]) for at in (1, 2, 3, 5)
     )
-    result = throughput.tell_step_s(nodes, devices, local.astype(np.float64), np.zeros(len(local)))
-    return bool((np.abs(np.log(result / step_s)) < _WELL_TOLD).all())
+    result = throughput.predict_step_s(
+        nodes, devices, local.astype(np.float64), np.zeros(len(local))
+    )
+    return bool((np.abs(np.log(result / step_s)) < _ACCURATE).all())

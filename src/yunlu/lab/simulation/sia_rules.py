@@ -164,7 +164,7 @@ def load_prior(
 
 def _load_table(directory: Path, kind: str) -> TypeTable:
     if load_facts(directory).stages is not None:
-        return _tell_pipeline(load_application(directory, (kind,)), kind)
+        return _describe_pipeline(load_application(directory, (kind,)), kind)
     path = directory / f"placements-{kind}.csv"
     most_by_shape: dict[Shape, int] = {}
     least, alone_local, alone_s = 1 << 30, 0, 0.0
@@ -194,7 +194,7 @@ def _load_table(directory: Path, kind: str) -> TypeTable:
     )
 
 
-def _tell_pipeline(application: Application, kind: str) -> TypeTable:
+def _describe_pipeline(application: Application, kind: str) -> TypeTable:
     times, stages = application.times[kind], application.stages[kind]
     result = times.find((stages,), times.local_most)
     assert result is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from yunlu.hardware.fleet import NOTHING
 from yunlu.lab.simulation.job import SimulatedJob
 from yunlu.lab.simulation.job_observations import SharedObservations
-from yunlu.lab.simulation.result import DecisionRecord, JobResult, SimulationOutcome
+from yunlu.lab.simulation.result import DecisionRecord, JobResult, SimulationResult
 from yunlu.lab.simulation.rules import Faults, SimulationRules, draw_faults
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.scheduler.policy.values import PoolState
@@ -43,9 +43,9 @@ def simulate(
     *,
     rules: SimulationRules | None = None,
     estimator: Estimator | None = None,
-    trouble: Faults = _SOUND,
+    faults: Faults = _SOUND,
     watch: Watch | None = None,
-) -> SimulationOutcome:
+) -> SimulationResult:
     """Replay a workload to its end.
 
     Args:
@@ -56,7 +56,7 @@ def simulate(
         rules: How often it decides, what a restart costs.
         estimator: What makes a speed of what was seen of a job, and chooses its batch. Without one,
             jobs keep the batch they ask for, and policies see their true speed at it.
-        trouble: What goes wrong.
+        faults: What goes wrong.
         watch: Called after each decision.
     """
     run = _Run(
@@ -66,7 +66,7 @@ def simulate(
         policy,
         rules=rules or SimulationRules(),
         estimator=estimator,
-        trouble=trouble,
+        faults=faults,
     )
     while run.is_open:
         run.advance()
@@ -86,30 +86,32 @@ class _Run:
         *,
         rules: SimulationRules,
         estimator: Estimator | None,
-        trouble: Faults,
+        faults: Faults,
     ) -> None:
         self.now: float = 0
         self.ended = 0
-        self._workload, self._policy, self._rules, self._trouble = workload, policy, rules, trouble
+        self._workload, self._policy, self._rules, self._faults = workload, policy, rules, faults
         self._nodes = {node.name: node for node in nodes}
         self._rounds: list[DecisionRecord] = []
-        shelves: dict[str, SharedObservations] = {}
+        shared_by_application: dict[str, SharedObservations] = {}
         sizes = {node.type: node.devices for node in nodes}
-        fates = draw_faults(trouble, len(workload.jobs))
+        job_faults = draw_faults(faults, len(workload.jobs))
         self._jobs = [
             SimulatedJob(
                 submission,
                 profiles.find(submission.application),
                 rules=rules,
-                trouble=trouble,
-                fate=fate,
+                faults=faults,
+                job_faults=job_faults,
                 estimator=estimator,
-                shelf=shelves.setdefault(submission.application, SharedObservations())
+                shared=shared_by_application.setdefault(
+                    submission.application, SharedObservations()
+                )
                 if rules.is_shared
                 else None,
                 devices_per_node=sizes,
             )
-            for submission, fate in zip(workload.jobs, fates, strict=True)
+            for submission, job_faults in zip(workload.jobs, job_faults, strict=True)
         ]
         for job in self._jobs:
             for times in job.application.times.values():
@@ -147,9 +149,9 @@ class _Run:
     def _pass(self, then: float) -> bool:
         """Let time pass up to a moment; whether there is something to decide then."""
         span = then - self.now
-        crowded = self._find_crowded() if self._trouble.interference else ()
+        crowded = self._find_crowded() if self._faults.interference else ()
         for job in self._active.values():
-            slowed = self._trouble.interference if job.name in crowded else 0.0
+            slowed = self._faults.interference if job.name in crowded else 0.0
             job.advance(self.now, span, slowed)
         self.now = then
         is_round = then >= self._next_round
@@ -160,12 +162,12 @@ class _Run:
 
     def decide(self) -> None:
         """Ask the policy, and give jobs what it says."""
-        self._let_in_and_out()
+        self._update_active()
         asking = [
             job for job in self._active.values() if job.retry_at is None or job.retry_at <= self.now
         ]
         if not asking:
-            self._note(0.0)
+            self._record(0.0)
             return
         demands = tuple(job.demand() for job in asking)
         state = PoolState(now=self.now, nodes=tuple(self._nodes.values()), jobs=demands)
@@ -178,9 +180,9 @@ class _Run:
             placement = placements.get(job.name, NOTHING)
             job.retry_at = None
             job.place(placement, self._type_of(placement), self.now)
-        self._note(took_s)
+        self._record(took_s)
 
-    def outcome(self) -> SimulationOutcome:
+    def outcome(self) -> SimulationResult:
         """How all jobs fared."""
         jobs = tuple(
             JobResult(
@@ -195,7 +197,7 @@ class _Run:
             )
             for job in self._jobs
         )
-        return SimulationOutcome(
+        return SimulationResult(
             workload=self._workload.name,
             policy=self._policy.name,
             nodes=tuple(self._nodes.values()),
@@ -222,7 +224,7 @@ class _Run:
             then = min(then, max(self._waiting[-1].submission.submitted_at, self.now))
         return then
 
-    def _let_in_and_out(self) -> None:
+    def _update_active(self) -> None:
         for job in [job for job in self._active.values() if job.ended_at is not None]:
             del self._active[job.name]
             self.ended += 1
@@ -272,7 +274,7 @@ class _Run:
     def _type_of(self, placement: Placement) -> str:
         return self._nodes[placement.shares[0][0]].type if placement else ""
 
-    def _note(self, took_s: float) -> None:
+    def _record(self, took_s: float) -> None:
         devices = [job.placement.devices for job in self._active.values()]
         if any(devices) or not devices:
             self._idle_since = self.now

@@ -75,14 +75,14 @@ class StepTimes:
             self._between = LinearNDInterpolator(self._points, self._values)
         except (QhullError, ValueError):
             # All in one plane, as with a single node: only what was measured can be told.
-            self._between = _tell_nothing
+            self._between = _return_nan
 
     def _interpolate(self, places: NDArray[Any]) -> NDArray[np.float64]:
         self.prepare()
         return np.asarray(self._between(places), dtype=np.float64)
 
 
-def _tell_nothing(places: NDArray[Any]) -> NDArray[np.float64]:
+def _return_nan(places: NDArray[Any]) -> NDArray[np.float64]:
     return np.full((len(places), 2), np.nan)
 
 

@@ -31,19 +31,19 @@ def make_type_aware_policy(
     """One of ``TYPE_AWARE``, for a pool of these nodes and profiles in that directory."""
     sizes = {node.type: node.devices for node in nodes}
     types = tuple(sizes)
-    known = load_prior(profiles, applications, types, slowdown)
+    prior = load_prior(profiles, applications, types, slowdown)
     if name == "sia":
         return SimulatedPolicy(
             name=name,
             policy=SiaPolicy(restart_s_by_program=BELIEVED_RESTART_S),
-            estimator=SiaEstimator(known=known, node_devices=sizes),
+            estimator=SiaEstimator(prior=prior, node_devices=sizes),
             declares_length=False,
         )
     is_blind = name == "yunlu-blind"
     return SimulatedPolicy(
         name=name,
         policy=Allocator(AllocatorOptions(learns_from_programs=not is_blind)),
-        estimator=CrossTypeFitter(types=types, known=known),
+        estimator=CrossTypeFitter(types=types, prior=prior),
         is_shared=not is_blind,
         declares_length=not is_blind,
     )

@@ -23,9 +23,9 @@ class OnDemandOnly:
     job: DeadlineJob
     name: str = "on-demand"
 
-    def choose(self, sight: SpotObservation) -> Mode:
+    def choose(self, observed: SpotObservation) -> Mode:
         """On-demand, always."""
-        del sight
+        del observed
         return Mode.ON_DEMAND
 
 
@@ -37,14 +37,14 @@ class Greedy:
     name: str = "greedy"
     is_caught: bool = field(default=False, init=False)
 
-    def choose(self, sight: SpotObservation) -> Mode:
+    def choose(self, observed: SpotObservation) -> Mode:
         """Spot or nothing, until the safety net catches it."""
-        if sight.mode is Mode.SPOT:
+        if observed.mode is Mode.SPOT:
             return Mode.SPOT
-        self.is_caught = self.is_caught or is_caught(self.job, sight)
+        self.is_caught = self.is_caught or is_caught(self.job, observed)
         if self.is_caught:
             return Mode.ON_DEMAND
-        return Mode.SPOT if sight.is_spot_up else Mode.IDLE
+        return Mode.SPOT if observed.is_spot_up else Mode.IDLE
 
 
 @dataclass(slots=True)
@@ -55,25 +55,25 @@ class UniformProgress:
     name: str = "uniform progress"
     is_caught: bool = field(default=False, init=False)
 
-    def choose(self, sight: SpotObservation) -> Mode:
+    def choose(self, observed: SpotObservation) -> Mode:
         """Spot where there is spot; on-demand when behind, until two restarts ahead."""
-        if sight.mode is Mode.SPOT:
+        if observed.mode is Mode.SPOT:
             return Mode.SPOT
-        self.is_caught = self.is_caught or is_caught(self.job, sight)
+        self.is_caught = self.is_caught or is_caught(self.job, observed)
         if self.is_caught:
             return Mode.ON_DEMAND
-        if sight.mode is Mode.ON_DEMAND and self._lead_s(sight, 2 * self.job.restart_s) < 0:
+        if observed.mode is Mode.ON_DEMAND and self._lead_s(observed, 2 * self.job.restart_s) < 0:
             return Mode.ON_DEMAND
-        if sight.is_spot_up:
+        if observed.is_spot_up:
             return Mode.SPOT
-        return Mode.ON_DEMAND if self._lead_s(sight, 0.0) < 0 else Mode.IDLE
+        return Mode.ON_DEMAND if self._lead_s(observed, 0.0) < 0 else Mode.IDLE
 
-    def _lead_s(self, sight: SpotObservation, ahead_s: float) -> float:
-        expected_s = (sight.elapsed_s + ahead_s) * self.job.work_s / self.job.deadline_s
-        return self.job.work_s - sight.left_s - expected_s
+    def _lead_s(self, observed: SpotObservation, ahead_s: float) -> float:
+        expected_s = (observed.elapsed_s + ahead_s) * self.job.work_s / self.job.deadline_s
+        return self.job.work_s - observed.left_s - expected_s
 
 
-def is_caught(job: DeadlineJob, sight: SpotObservation) -> bool:
+def is_caught(job: DeadlineJob, observed: SpotObservation) -> bool:
     """The safety net of the paper, a tick early."""
-    time_left_s = job.deadline_s - sight.elapsed_s
-    return time_left_s < sight.left_s + 2 * job.restart_s + sight.step_s
+    time_left_s = job.deadline_s - observed.elapsed_s
+    return time_left_s < observed.left_s + 2 * job.restart_s + observed.step_s

@@ -34,7 +34,7 @@ _PAST_MEMORIES = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpotTrial:
+class ReplayedJob:
     """One job, replayed under every policy."""
 
     zone: str
@@ -82,10 +82,10 @@ def replay_jobs(
     model: SpotModel = PRIOR,
     knows_past: bool = True,
     with_optimum: bool = True,
-) -> list[SpotTrial]:
+) -> list[ReplayedJob]:
     """Replay the job from every start; ours knows the zone's past where ``knows_past``."""
     plans = SpotPlanCache(job, model)
-    trials: list[SpotTrial] = []
+    trials: list[ReplayedJob] = []
     for market, start in starts:
         outcomes = {
             name: replay(make(job), job, market, start=start) for name, make in BASELINES.items()
@@ -95,7 +95,7 @@ def replay_jobs(
         )
         optimum = find_optimum(job, market, start=start) if with_optimum else None
         trials.append(
-            SpotTrial(zone=market.name, start=start, outcomes=outcomes, optimum_dollars=optimum)
+            ReplayedJob(zone=market.name, start=start, outcomes=outcomes, optimum_dollars=optimum)
         )
     return trials
 
@@ -118,7 +118,7 @@ def replay_jobs_in_any_zone(
     return outcomes
 
 
-def summarise_policies(trials: Sequence[SpotTrial]) -> list[PolicySummary]:
+def summarise_policies(trials: Sequence[ReplayedJob]) -> list[PolicySummary]:
     """The mean of each policy; the optimum last, where it was sought."""
     standings = [
         summarise(name, [trial.outcomes[name] for trial in trials]) for name in trials[0].outcomes

@@ -12,7 +12,7 @@ from yunlu.scheduler.spot.values import HOUR_S, Mode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from yunlu.lab.spot.comparison import SpotTrial
+    from yunlu.lab.spot.comparison import ReplayedJob
     from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 _COLOURS = {Mode.SPOT: "#2b8a3e", Mode.ON_DEMAND: "#d9480f"}
@@ -20,7 +20,7 @@ _UP = "#ced4da"
 
 
 def replay_figures(
-    job: DeadlineJob, trials: Sequence[SpotTrial], markets: Mapping[str, SpotMarket]
+    job: DeadlineJob, trials: Sequence[ReplayedJob], markets: Mapping[str, SpotMarket]
 ) -> tuple[TimelineFigure, StripFigure]:
     """The job whose policies differ most, and the cost of every job under every policy."""
     shown = max(trials, key=_spread)
@@ -34,12 +34,12 @@ def replay_figures(
     return _timeline(job, shown, markets[shown.zone]), costs
 
 
-def _spread(trial: SpotTrial) -> float:
+def _spread(trial: ReplayedJob) -> float:
     ratios = [outcome.ratio for name, outcome in trial.outcomes.items() if name != "on-demand"]
     return max(ratios) - min(ratios)
 
 
-def _timeline(job: DeadlineJob, trial: SpotTrial, market: SpotMarket) -> TimelineFigure:
+def _timeline(job: DeadlineJob, trial: ReplayedJob, market: SpotMarket) -> TimelineFigure:
     """One row for the availability of spot, one for each policy."""
     step_h, steps = market.step_s / HOUR_S, int(job.deadline_s / market.step_s)
     is_up = market.is_up[trial.start : trial.start + steps].astype(int)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.lab.spot.comparison import SpotTrial
+    from yunlu.lab.spot.comparison import ReplayedJob
     from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
 
 FORMATS = (".png", ".svg")
@@ -35,7 +35,7 @@ def check_spot_plot(path: Path) -> None:
 
 
 def write_spot_plot(
-    job: DeadlineJob, trials: Sequence[SpotTrial], markets: Mapping[str, SpotMarket], path: Path
+    job: DeadlineJob, trials: Sequence[ReplayedJob], markets: Mapping[str, SpotMarket], path: Path
 ) -> None:
     """One job above, the costs of all jobs below."""
     check_spot_plot(path)

@@ -36,50 +36,52 @@ def replay_zones(
     """The same where several zones will do: spot starts in the cheapest that is up, and stays there."""
     step_s, on_demand = zones[0].step_s, min(zone.on_demand_dollars_per_hour for zone in zones)
     ticks = min(len(zones[0]) - start, math.ceil(job.deadline_s / step_s) + 1)
-    life = _Life(job=job, left_s=job.work_s)
+    job_state = _JobState(job=job, left_s=job.work_s)
     modes: list[int] = []
     done: list[float] = []
     for tick in range(ticks):
-        zone = _choose_zone(zones, start + tick, life.zone if life.mode is Mode.SPOT else None)
-        if life.mode is Mode.SPOT and zone != life.zone:
-            life.mode, life.starting_s = Mode.IDLE, 0.0
+        zone = _choose_zone(
+            zones, start + tick, job_state.zone if job_state.mode is Mode.SPOT else None
+        )
+        if job_state.mode is Mode.SPOT and zone != job_state.zone:
+            job_state.mode, job_state.starting_s = Mode.IDLE, 0.0
         price = zones[zone or 0].spot_dollars_per_hour[start + tick]
         wanted = policy.choose(
             SpotObservation(
                 elapsed_s=tick * step_s,
-                left_s=life.left_s,
-                mode=life.mode,
-                starting_s=life.starting_s,
+                left_s=job_state.left_s,
+                mode=job_state.mode,
+                starting_s=job_state.starting_s,
                 is_spot_up=zone is not None,
                 spot_dollars_per_hour=float(price),
                 on_demand_dollars_per_hour=on_demand,
-                spent_dollars=life.spent_dollars,
+                spent_dollars=job_state.spent_dollars,
                 step_s=step_s,
             )
         )
         assert wanted is not Mode.SPOT or zone is not None, f"{policy.name} wants what is not there"
-        life.zone = zone
-        run_s = life.run(wanted, step_s, float(price) if wanted is Mode.SPOT else on_demand)
+        job_state.zone = zone
+        run_s = job_state.run(wanted, step_s, float(price) if wanted is Mode.SPOT else on_demand)
         modes.append(wanted)
-        done.append(job.work_s - life.left_s)
-        if life.left_s <= _DONE_S:
-            life.finished_s = tick * step_s + run_s
+        done.append(job.work_s - job_state.left_s)
+        if job_state.left_s <= _DONE_S:
+            job_state.finished_s = tick * step_s + run_s
             break
     return SpotOutcome(
-        cost_dollars=life.spent_dollars,
+        cost_dollars=job_state.spent_dollars,
         on_demand_cost_dollars=job.work_s / HOUR_S * on_demand,
-        finished_s=life.finished_s,
-        is_late=life.finished_s is None or life.finished_s > job.deadline_s + _DONE_S,
-        spot_s=life.paid_s[Mode.SPOT],
-        on_demand_s=life.paid_s[Mode.ON_DEMAND],
-        starts=life.starts,
+        finished_s=job_state.finished_s,
+        is_late=job_state.finished_s is None or job_state.finished_s > job.deadline_s + _DONE_S,
+        spot_s=job_state.paid_s[Mode.SPOT],
+        on_demand_s=job_state.paid_s[Mode.ON_DEMAND],
+        starts=job_state.starts,
         modes=np.array(modes, dtype=np.int8),
         work_done_s=np.array(done),
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Life:
+class _JobState:
     """A job on its way."""
 
     job: DeadlineJob

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NOTES = ScalingMemory()
 _LIMITS = Limits()
 _RULES = ScalingRules()
-_LIMIT_WORDS = {
+_LIMIT_TEXTS = {
     "capacity": "no more machines of this kind can be had",
     "nodes": "the pool's limit of machines is reached",
     "dollars": "the pool's limit of dollars an hour is reached",
@@ -47,16 +47,16 @@ def decide_nodes(
     """
     held = Counter(lease.offer for lease in leases if not lease.is_leaving)
     places = {lease.name: lease.offer for lease in leases if not lease.is_leaving}
-    basket = PurchasePlan(limits)
-    shoppers = [
-        _make_shopper(demand, state.now, offers, (modes or {}).get(demand.id), places)
+    purchases = PurchasePlan(limits)
+    buyers = [
+        _make_buyer(demand, state.now, offers, (modes or {}).get(demand.id), places)
         for demand in state.jobs
     ]
-    plan_purchases(shoppers, basket, held, rules)
+    plan_purchases(buyers, purchases, held, rules)
     known = {offer.key: offer for offer in offers}
-    hurried = {shopper.offer.key for shopper in shoppers if shopper.offer and shopper.need}
+    hurried = {buyer.offer.key for buyer in buyers if buyer.offer and buyer.need}
     release = _choose_release(
-        state.now, leases, wanted=basket.nodes, known=known, limits=limits, rules=rules
+        state.now, leases, wanted=purchases.nodes, known=known, limits=limits, rules=rules
     )
     wanted: dict[str, int] = {}
     wanting: dict[str, float] = {}
@@ -64,24 +64,24 @@ def decide_nodes(
     retained = held - Counter(lease.offer for lease in release if not lease.is_leaving)
     for offer in offers:
         count, reason = _follow(
-            offer, basket, held=held[offer.key], kept=retained[offer.key], limits=limits, rules=rules,
+            offer, purchases, held=held[offer.key], kept=retained[offer.key], limits=limits, rules=rules,
             notes=notes, now=state.now, is_hurried=offer.key in hurried, wanting=wanting,
         )  # fmt: skip
         if count:
             wanted[offer.key] = count
         reasons[offer.key] = reason
-    reasons |= {shopper.demand.id: _tell(shopper, basket) for shopper in shoppers}
+    reasons |= {buyer.demand.id: _explain(buyer, purchases) for buyer in buyers}
     return Scaling(
         wanted=wanted,
         release=tuple(lease.name for lease in release),
         reasons=reasons,
-        sizes=dict(basket.sizes),
+        sizes=dict(purchases.sizes),
         dollars_per_hour=sum(known[key].dollars_per_hour * count for key, count in wanted.items()),
         notes=ScalingMemory(wanting_since=wanting),
     )
 
 
-def _make_shopper(
+def _make_buyer(
     demand: Demand,
     now: float,
     offers: Sequence[NodeOffer],
@@ -89,19 +89,19 @@ def _make_shopper(
     places: Mapping[str, str],
 ) -> Buyer:
     waited_s = 0.0 if demand.held else max(0.0, now - demand.submitted_at)
-    shopper = Buyer(demand, find_usable(demand, offers, mode), waited_s)
-    shopper.prepare(offers)
-    if demand.deadline_at is not None and demand.remaining is not None and shopper.offers:
-        boot_s = 0.0 if demand.held else min(offer.boot_s for offer in shopper.offers)
+    buyer = Buyer(demand, find_usable(demand, offers, mode), waited_s)
+    buyer.prepare(offers)
+    if demand.deadline_at is not None and demand.remaining is not None and buyer.offers:
+        boot_s = 0.0 if demand.held else min(offer.boot_s for offer in buyer.offers)
         left_s = demand.deadline_at - now - boot_s - demand.restart_s
-        shopper.need = demand.remaining / max(left_s, 1.0)
+        buyer.need = demand.remaining / max(left_s, 1.0)
         sources = {places.get(name) for name, _ in demand.held.shares}
         if len(sources) == 1:
-            shopper.held_offer = sources.pop()
+            buyer.held_offer = sources.pop()
             ran_s = math.inf if demand.held_since is None else now - demand.held_since
             starting_s = max(0.0, demand.restart_s - ran_s)
-            shopper.need_held = demand.remaining / max(demand.deadline_at - now - starting_s, 1.0)
-    return shopper
+            buyer.need_held = demand.remaining / max(demand.deadline_at - now - starting_s, 1.0)
+    return buyer
 
 
 def _choose_release(
@@ -131,7 +131,7 @@ def _choose_release(
 
 def _follow(
     offer: NodeOffer,
-    basket: PurchasePlan,
+    purchases: PurchasePlan,
     *,
     held: int,
     kept: int,
@@ -143,11 +143,11 @@ def _follow(
     wanting: dict[str, float],
 ) -> tuple[int, Reason]:
     """From what would be best to what to do now: calmly up, and down only by what is idle."""
-    best = max(basket.nodes.get(offer.key, 0), min(limits.least.get(offer.key, 0), offer.most))
+    best = max(purchases.nodes.get(offer.key, 0), min(limits.least.get(offer.key, 0), offer.most))
     figures: dict[str, Any] = {
         "held": held,
         "best": best,
-        "devices_used": basket.devices.get(offer.key, 0),
+        "devices_used": purchases.devices.get(offer.key, 0),
         "dollars_per_hour": offer.dollars_per_hour,
     }
     if best > held:
@@ -177,30 +177,30 @@ def _follow(
     return held, Reason(code="kept", text=f"{held} of {offer.key} is right.", figures=figures)
 
 
-def _tell(shopper: Buyer, basket: PurchasePlan) -> Reason:
+def _explain(buyer: Buyer, purchases: PurchasePlan) -> Reason:
     """Why a job is counted on with so many devices."""
-    demand = shopper.demand
-    if shopper.size and shopper.offer:
-        figures = {"devices": shopper.size, "offer": shopper.offer.key, "goodput": shopper.rate}
-        if shopper.is_in_hurry:
+    demand = buyer.demand
+    if buyer.size and buyer.offer:
+        figures = {"devices": buyer.size, "offer": buyer.offer.key, "goodput": buyer.rate}
+        if buyer.is_in_hurry:
             return Reason(
                 code="too_late",
-                text=f"Even {shopper.size} devices miss the deadline.",
-                figures={**figures, "needed": shopper.need},
+                text=f"Even {buyer.size} devices miss the deadline.",
+                figures={**figures, "needed": buyer.need},
             )
-        code = "deadline" if shopper.need else "worth"
+        code = "deadline" if buyer.need else "worth"
         return Reason(
-            code=code, text=f"{shopper.size} devices of {shopper.offer.key}.", figures=figures
+            code=code, text=f"{buyer.size} devices of {buyer.offer.key}.", figures=figures
         )
-    if not shopper.offers:
+    if not buyer.offers:
         return Reason(code="waits_for_offer", text="Waits: no machine it may use can be had now.")
-    if not shopper.best:
+    if not buyer.best:
         return Reason(code="cannot_run", text="Its model says that it runs on none of the offers.")
     cause = next(
         (
             cause
-            for offer in shopper.offers
-            if (cause := basket.refuses(demand, offer, max(1, demand.min_devices)))
+            for offer in buyer.offers
+            if (cause := purchases.refuses(demand, offer, max(1, demand.min_devices)))
         ),
         None,
     )
@@ -208,4 +208,4 @@ def _tell(shopper: Buyer, basket: PurchasePlan) -> Reason:
         return Reason(
             code="not_worth", text="Waits for a better price; the longer, the less choosy."
         )
-    return Reason(code=f"limit_{cause}", text=f"Waits: {_LIMIT_WORDS[cause]}.")
+    return Reason(code=f"limit_{cause}", text=f"Waits: {_LIMIT_TEXTS[cause]}.")

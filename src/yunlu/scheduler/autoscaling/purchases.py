@@ -132,12 +132,12 @@ class Buyer:
             dollars = nodes * max(offer.dollars_per_hour, _FREE_DOLLARS)
             self.best = max(self.best, float((rates / dollars).max()))
 
-    def next_step(self, basket: PurchasePlan) -> _Step | None:
+    def next_step(self, purchases: PurchasePlan) -> _Step | None:
         """The step whose dollar brings most; a job stays on the offer it began with."""
         steps = [
             step
             for offer in ((self.offer,) if self.offer else self.offers)
-            for step in self._steps(offer, basket)
+            for step in self._steps(offer, purchases)
         ]
         if not self.is_in_hurry:
             # To grow is to restart: not where that would make it late.
@@ -163,14 +163,14 @@ class Buyer:
             return 0.0
         return min(self.need, self.need_held) if self._is_held(size, offer) else self.need
 
-    def _steps(self, offer: NodeOffer, basket: PurchasePlan) -> Iterable[_Step]:
+    def _steps(self, offer: NodeOffer, purchases: PurchasePlan) -> Iterable[_Step]:
         sizes, rates = self.tables.get(offer.key, ([], []))
         for size, rate in zip(sizes, rates, strict=True):
             if size <= self.size or rate <= self.rate:
                 continue
-            if basket.refuses(self.demand, offer, size - self.size):
+            if purchases.refuses(self.demand, offer, size - self.size):
                 continue
-            nodes = basket.nodes_for(offer, size - self.size)
+            nodes = purchases.nodes_for(offer, size - self.size)
             dollars = nodes * max(offer.dollars_per_hour, _FREE_DOLLARS)
             value = (rate - self.rate) / dollars / self.best if nodes else math.inf
             yield _Step(offer, size, nodes, rate - self.rate, value)
@@ -182,54 +182,52 @@ class Buyer:
 
 
 def plan_purchases(
-    shoppers: Sequence[Buyer], basket: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
+    buyers: Sequence[Buyer], purchases: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> None:
     """Fill the basket: deadlines first, then priority, then the best dollar."""
-    order = {id(shopper): index for index, shopper in enumerate(shoppers)}
+    order = {id(buyer): index for index, buyer in enumerate(buyers)}
     queue: list[tuple[bool, int, float, int]] = []
 
-    def ask(shopper: Buyer) -> None:
-        step = shopper.next_step(basket)
+    def ask(buyer: Buyer) -> None:
+        step = buyer.next_step(purchases)
         if step is not None:
             rank = (
-                not shopper.is_in_hurry,
-                -shopper.demand.priority,
+                not buyer.is_in_hurry,
+                -buyer.demand.priority,
                 -step.value,
-                order[id(shopper)],
+                order[id(buyer)],
             )
             heapq.heappush(queue, rank)
 
-    for shopper in shoppers:
-        ask(shopper)
+    for buyer in buyers:
+        ask(buyer)
     while queue:
         _, _, value, index = heapq.heappop(queue)
-        shopper = shoppers[index]
-        step = shopper.next_step(basket)
+        buyer = buyers[index]
+        step = buyer.next_step(purchases)
         if step is None:
             continue
-        if -value > step.value and queue and not shopper.is_in_hurry:
+        if -value > step.value and queue and not buyer.is_in_hurry:
             # Others have taken what it counted on: it stands in line again.
-            ask(shopper)
+            ask(buyer)
             continue
-        if not shopper.is_in_hurry and step.value < _least_worth(
-            shopper, step, basket, held, rules
-        ):
+        if not buyer.is_in_hurry and step.value < _least_worth(buyer, step, purchases, held, rules):
             continue
-        basket.take(shopper.demand, step.offer, step.size - shopper.size)
-        shopper.size, shopper.offer = step.size, step.offer
-        shopper.rate += step.gain
-        ask(shopper)
+        purchases.take(buyer.demand, step.offer, step.size - buyer.size)
+        buyer.size, buyer.offer = step.size, step.offer
+        buyer.rate += step.gain
+        ask(buyer)
 
 
 def _least_worth(
-    shopper: Buyer, step: _Step, basket: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
+    buyer: Buyer, step: _Step, purchases: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> float:
     """How good a dollar must be: less for what is held already, less for who has waited long."""
     worth = rules.worth
-    if basket.nodes.get(step.offer.key, 0) + step.nodes <= held.get(step.offer.key, 0):
+    if purchases.nodes.get(step.offer.key, 0) + step.nodes <= held.get(step.offer.key, 0):
         worth *= 1 - rules.calm
-    if not shopper.size:
-        worth *= max(0.0, 1 - shopper.waited_s / rules.patience_s) if rules.patience_s else 0.0
+    if not buyer.size:
+        worth *= max(0.0, 1 - buyer.waited_s / rules.patience_s) if rules.patience_s else 0.0
     return worth
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FLOOR = 1e-8
 _MOST_OVERLAP = 10.0
 _LEAST_OVERLAP = 1.001
-_WELL_TOLD = 0.03
+_ACCURATE = 0.03
 """A new timing that the model tells within this needs no new fit."""
 _MOST_PER_SHAPE = 6
 """Timings of one shape that a fit looks at: more batch sizes only make it slower."""
@@ -81,7 +81,7 @@ def fit_throughput(timings: Sequence[StepTiming]) -> Throughput:
 
 def _renew(before: Throughput | None, timings: Sequence[StepTiming]) -> Throughput:
     """The formula as it was while it tells the timings; what it is off by is learnt from all."""
-    if before is None or not _tells(before, timings):
+    if before is None or not _is_accurate(before, timings):
         return fit_throughput(timings)
     return _correct(before, timings)
 
@@ -105,17 +105,17 @@ def _fit_types(merged: Sequence[StepTiming], last: FittedSpeed | None) -> dict[s
     return {name: _renew(known.get(name), timings) for name, timings in by_type.items()}
 
 
-def _tells(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
+def _is_accurate(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
     """Whether the model knows every shape of these timings, and how long its steps take."""
     points = _Points.of(timings)
     known = throughput.measured
     shapes = set(zip(known.nodes, known.devices, strict=True)) if known is not None else set()
     if any((timing.nodes, timing.devices) not in shapes for timing in timings):
         return False
-    result = throughput.tell_step_s(
+    result = throughput.predict_step_s(
         points.nodes, points.devices, points.local, np.zeros_like(points.local)
     )
-    return bool(np.all(np.abs(np.log(result / points.step_s)) < _WELL_TOLD))
+    return bool(np.all(np.abs(np.log(result / points.step_s)) < _ACCURATE))
 
 
 def _first_noise(points: Sequence[NoisePoint]) -> GradientNoise | None:
@@ -163,7 +163,7 @@ def _fit(timings: tuple[StepTiming, ...]) -> Throughput:
     points = _Points.of(timings)
     start, low, high = _bound(points)
     result = minimize(
-        _lose,
+        _compute_loss,
         np.clip(start, low, high),
         args=(points,),
         jac=True,
@@ -199,7 +199,7 @@ def _bound(points: _Points) -> tuple[Floats, Floats, Floats]:
     return start, low, high
 
 
-def _lose(logs: Floats, points: _Points) -> tuple[float, Floats]:
+def _compute_loss(logs: Floats, points: _Points) -> tuple[float, Floats]:
     """How far the formula is off, and where to it falls."""
     values = np.exp(logs)
     overlap = values[6]
@@ -259,7 +259,7 @@ def _correct(throughput: Throughput, timings: Sequence[StepTiming]) -> Throughpu
     plain = replace(throughput, measured=None)
     points = _Points.of(timings)
     at = points.nodes, points.devices, points.local
-    off = np.log(points.step_s / plain.tell_step_s(*at, np.zeros_like(points.local)))
+    off = np.log(points.step_s / plain.predict_step_s(*at, np.zeros_like(points.local)))
     return replace(plain, measured=fit_residuals(*at, off))
 
 

@@ -57,29 +57,29 @@ class Throughput:
     measured: ResidualModel | None = None
     """How much longer steps really took than the formula says."""
 
-    def tell_gradient_s(self, local: Floats) -> Floats:
+    def predict_gradient_s(self, local: Floats) -> Floats:
         """Seconds of one forward and backward of so many samples on each device."""
         return self.gradient_s + self.gradient_s_per_sample * local
 
-    def tell_sum_s(self, nodes: Ints, devices: Ints) -> Floats:
+    def predict_allreduce_s(self, nodes: Ints, devices: Ints) -> Floats:
         """Seconds of summing gradients over devices, were nothing else to do."""
         more = np.maximum(devices - 2, 0)
         between = self.network_s + self.network_s_per_device * more
         within = self.link_s + self.link_s_per_device * more
         return np.where(devices <= 1, 0.0, np.where(nodes > 1, between, within))
 
-    def tell_step_s(
+    def predict_step_s(
         self, nodes: Ints, devices: Ints, local: Floats, accumulation: Floats
     ) -> Floats:
         """Seconds from one update to the next, with so many extra passes before each."""
-        gradient_s = self.tell_gradient_s(local)
-        sum_s = self.tell_sum_s(nodes, devices)
+        gradient_s = self.predict_gradient_s(local)
+        sum_s = self.predict_allreduce_s(nodes, devices)
         longest = np.maximum(gradient_s, sum_s)
         power = (gradient_s / longest) ** self.overlap + (sum_s / longest) ** self.overlap
         step_s = accumulation * gradient_s + longest * power ** (1.0 / self.overlap)
         if self.measured is None:
             return step_s
-        return step_s * self.measured.tell_factor(nodes, devices, local)
+        return step_s * self.measured.predict_factor(nodes, devices, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _tabulate(throughput: Throughput | None, limits: BatchLimits, shapes: ShapeL
     if throughput is None:  # never seen to run: as if it scaled perfectly
         samples_per_s = np.broadcast_to(devices.astype(np.float64), total.shape)
     else:
-        samples_per_s = total / throughput.tell_step_s(nodes, devices, local, accumulation)
+        samples_per_s = total / throughput.predict_step_s(nodes, devices, local, accumulation)
     return _Table(
         local=local,
         accumulation=accumulation,

@@ -45,7 +45,7 @@ class PlacedJobs:
 
 def place(nodes: Sequence[Node], wants: Iterable[PlacementRequest]) -> PlacedJobs:
     """Find machines for all; devices are never promised twice."""
-    floor = _Floor(nodes)
+    floor = _NodeSpace(nodes)
     first = sorted(wants, key=lambda want: not want.is_pinned)
     out = [want for want in first if not (_may_stay(want) and floor.keep(want))]
     unplaced: set[str] = set()
@@ -77,7 +77,7 @@ def _may_stay(want: PlacementRequest) -> bool:
     return want.stays or want.is_pinned
 
 
-class _Floor:
+class _NodeSpace:
     """The machines while places are given out."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -102,7 +102,7 @@ class _Floor:
             is_gone = name in self.leaving and not want.is_pinned
             if is_gone or count > self.free.get(name, 0):
                 return False
-        self._settle(want, want.held)
+        self._assign(want, want.held)
         return True
 
     def is_home(self, job: str) -> bool:
@@ -116,15 +116,15 @@ class _Floor:
         if want.devices <= self.most:
             name = self._best_fit(want.devices, want.held)
             if name is not None:
-                self._settle(want, Placement(((name, want.devices),)))
+                self._assign(want, Placement(((name, want.devices),)))
                 return []
             evicted = self._clear_part(want.devices)
             if evicted is not None:
                 return [*evicted, *(self.find_room(want) or ())]
-            self._settle(want, self._spread(want.devices))
+            self._assign(want, self._spread(want.devices))
             return []
         evicted = self._clear_whole(want.devices // self.most)
-        self._settle(want, self._span(want))
+        self._assign(want, self._span(want))
         return evicted
 
     def _best_fit(self, devices: int, held: Placement = NOTHING) -> str | None:
@@ -204,7 +204,7 @@ class _Floor:
             return None
         gone = self._leavers(best[2], devices - self.free[best[2]], devices) or []
         for want in gone:
-            self._leave(want)
+            self._evict(want)
         return gone
 
     def _leavers(self, name: str, needed: int, below: int) -> list[PlacementRequest] | None:
@@ -236,7 +236,7 @@ class _Floor:
                         choices.append((used, self.rank[name], name))
         for used, _, name in sorted(choices)[:missing]:
             for want in self._leavers(name, used, self.most) or ():
-                self._leave(want)
+                self._evict(want)
                 gone.append(want)
         return gone
 
@@ -247,13 +247,13 @@ class _Floor:
     def _order(self, shares: dict[str, int]) -> Placement:
         return Placement(tuple(sorted(shares.items(), key=lambda item: self.rank[item[0]])))
 
-    def _settle(self, want: PlacementRequest, placement: Placement) -> None:
+    def _assign(self, want: PlacementRequest, placement: Placement) -> None:
         self.placements[want.id] = placement
         for name, count in placement.shares:
             self._set_free(name, self.free[name] - count)
             self.tenants.setdefault(name, {})[want.id] = want
 
-    def _leave(self, want: PlacementRequest) -> None:
+    def _evict(self, want: PlacementRequest) -> None:
         placement = self.placements.pop(want.id)
         self.homes[want.id] = placement
         for name, count in placement.shares:

@@ -50,17 +50,17 @@ class ResidualModel:
         """Of the weights alone: models are looked up by their value, over and over."""
         return hash(self.weights)
 
-    def tell_factor(self, nodes: Ints, devices: Ints, local: Floats) -> Floats:
+    def predict_factor(self, nodes: Ints, devices: Ints, local: Floats) -> Floats:
         """How many times as long as the formula says a step takes."""
         known = np.array(self.nodes), np.array(self.devices), np.array(self.local)
-        return np.exp(_tell_likeness((nodes, devices, local), known) @ np.array(self.weights))
+        return np.exp(_covariance((nodes, devices, local), known) @ np.array(self.weights))
 
 
 def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> ResidualModel:
     """From measurements, each with the logarithm of how many times as long as told it took."""
     at = nodes, devices, local
     doubt = _DOUBT**2 * np.eye(len(off))
-    weights = np.linalg.solve(_tell_likeness(at, at) + doubt, off)
+    weights = np.linalg.solve(_covariance(at, at) + doubt, off)
     return ResidualModel(
         nodes=tuple(nodes.tolist()),
         devices=tuple(devices.tolist()),
@@ -69,7 +69,7 @@ def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> Res
     )
 
 
-def _tell_likeness(at: tuple[Ints, Ints, Floats], known: tuple[Ints, Ints, Floats]) -> Floats:
+def _covariance(at: tuple[Ints, Ints, Floats], known: tuple[Ints, Ints, Floats]) -> Floats:
     """The covariance of each place (leading axes) with each known one (the last axis)."""
     nodes, devices, local = (item[..., None] for item in at)
     # Within a node and between nodes, gradients are summed over different wires.

@@ -89,7 +89,7 @@ class SpeedByType:
     fit: FittedSpeed
     """What was really fitted, whatever the types of the pool."""
     seen: Observations = field(compare=False, repr=False)
-    known: DeviceTypePrior = field(compare=False, repr=False)
+    prior: DeviceTypePrior = field(compare=False, repr=False)
 
     def goodput(
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
@@ -103,7 +103,7 @@ class SpeedByType:
     def choose_batch(self, device_type: str, nodes: int, devices: int) -> BatchSplit:
         """The batch with the best goodput there, within what fits."""
         speed = self.by_type.get(device_type, self.fit)
-        most = self.known.local_most(self.seen, device_type, nodes, devices)
+        most = self.prior.local_most(self.seen, device_type, nodes, devices)
         if most is not None and most < speed.limits.local_most:
             speed = replace(speed, limits=replace(speed.limits, local_most=most))
         return speed.choose_batch(device_type, nodes, devices)
@@ -118,7 +118,7 @@ class CrossTypeFitter:
     """
 
     types: tuple[str, ...]
-    known: DeviceTypePrior = field(default_factory=NoDeviceTypePrior)
+    prior: DeviceTypePrior = field(default_factory=NoDeviceTypePrior)
     fitter: Fitter = field(default_factory=lambda: Fitter(leap=2, first_devices=1))
     """Carefully: a wrong guess is told on to the other types."""
 
@@ -128,12 +128,12 @@ class CrossTypeFitter:
         fit = self.fitter(seen, last)
         by_type: dict[str, FittedSpeed] = {}
         for name in self.types:
-            limits = self.known.limits(seen, name)
+            limits = self.prior.limits(seen, name)
             if limits is None:
                 continue
             throughput = fit.throughputs.get(name) or self._project(fit, seen, name)
-            most = self.known.most_devices(seen, name)
-            multiple = self.known.multiple(seen, name)
+            most = self.prior.most_devices(seen, name)
+            multiple = self.prior.multiple(seen, name)
             tried = max(fit.max_devices, multiple)
             by_type[name] = replace(
                 fit,
@@ -142,14 +142,14 @@ class CrossTypeFitter:
                 max_devices=tried if most is None else min(most, tried),
                 multiple=multiple,
             )
-        return SpeedByType(by_type=by_type, fit=fit, seen=seen, known=self.known)
+        return SpeedByType(by_type=by_type, fit=fit, seen=seen, prior=self.prior)
 
     def _project(self, fit: FittedSpeed, seen: Observations, name: str) -> Throughput | None:
         source = _best_known(fit.throughputs, (*seen.shared_timings, *seen.timings))
-        here = self.known.samples_per_s(seen, name)
+        here = self.prior.samples_per_s(seen, name)
         if source is None:
             return scale_throughput(_LINEAR, _LINEAR_SAMPLES_PER_S / here) if here else None
-        there = self.known.samples_per_s(seen, source)
+        there = self.prior.samples_per_s(seen, source)
         ratio = there / here if there and here else 1.0
         return scale_throughput(fit.throughputs[source], ratio)
 

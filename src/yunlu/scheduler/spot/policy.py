@@ -80,22 +80,22 @@ class PlannedSpotPolicy:
         for is_up in was_up.tolist():
             self.memory.observe(is_up, step_s)
 
-    def choose(self, sight: SpotObservation) -> Mode:
+    def choose(self, observed: SpotObservation) -> Mode:
         """The plan's choice, or the nearest that is safe."""
-        self.memory.observe(sight.is_spot_up, sight.step_s)
-        if sight.is_spot_up:
-            self._price_share = sight.spot_dollars_per_hour / sight.on_demand_dollars_per_hour
-        return apply_safety_net(self.job, sight, self._wish(sight))
+        self.memory.observe(observed.is_spot_up, observed.step_s)
+        if observed.is_spot_up:
+            self._price_share = observed.spot_dollars_per_hour / observed.on_demand_dollars_per_hour
+        return apply_safety_net(self.job, observed, self._choose_by_plan(observed))
 
-    def _wish(self, sight: SpotObservation) -> Mode:
-        if sight.mode is Mode.SPOT:
+    def _choose_by_plan(self, observed: SpotObservation) -> Mode:
+        if observed.mode is Mode.SPOT:
             return Mode.SPOT
         plan = self._plans.at(
             self._price_share, up=self.memory.factor(True), down=self.memory.factor(False)
         )
         return plan.choose(
-            sight.mode,
-            time_left_s=self.job.deadline_s - sight.elapsed_s - sight.starting_s,
-            left_s=sight.left_s,
+            observed.mode,
+            time_left_s=self.job.deadline_s - observed.elapsed_s - observed.starting_s,
+            left_s=observed.left_s,
             state=self.memory.state,
         )

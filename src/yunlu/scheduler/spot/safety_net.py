@@ -19,26 +19,26 @@ _SPARE_S = 1e-6
 """Rounding of sums over thousands of ticks must not look like a broken promise."""
 
 
-def apply_safety_net(job: DeadlineJob, sight: SpotObservation, wanted: Mode) -> Mode:
+def apply_safety_net(job: DeadlineJob, observed: SpotObservation, wanted: Mode) -> Mode:
     """What is wanted, or the nearest thing that keeps both promises."""
-    if wanted is Mode.SPOT and not sight.is_spot_up:
+    if wanted is Mode.SPOT and not observed.is_spot_up:
         wanted = Mode.IDLE
-    for mode in (wanted, Mode.ON_DEMAND if sight.mode is Mode.ON_DEMAND else Mode.IDLE):
-        if is_in_time(job, sight, mode) and is_within_cost(job, sight, mode):
+    for mode in (wanted, Mode.ON_DEMAND if observed.mode is Mode.ON_DEMAND else Mode.IDLE):
+        if is_in_time(job, observed, mode) and is_within_cost(job, observed, mode):
             return mode
     return Mode.ON_DEMAND
 
 
-def is_in_time(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> bool:
+def is_in_time(job: DeadlineJob, observed: SpotObservation, mode: Mode) -> bool:
     """Whether on-demand, started after one step of ``mode``, still meets the deadline."""
     if mode is Mode.ON_DEMAND:
         return True
-    time_left_s = job.deadline_s - sight.elapsed_s
-    lost_s = _lost_s(job, sight, mode)
-    return time_left_s - lost_s >= sight.left_s + job.restart_s - _SPARE_S
+    time_left_s = job.deadline_s - observed.elapsed_s
+    lost_s = _lost_s(job, observed, mode)
+    return time_left_s - lost_s >= observed.left_s + job.restart_s - _SPARE_S
 
 
-def is_within_cost(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> bool:
+def is_within_cost(job: DeadlineJob, observed: SpotObservation, mode: Mode) -> bool:
     """Whether finishing on on-demand after one step of ``mode`` costs at most one restart too many.
 
     The most that may be spent is what on-demand alone costs, its one start included, and one start
@@ -46,21 +46,21 @@ def is_within_cost(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> bool
     """
     if mode is Mode.ON_DEMAND:
         return True
-    price = sight.on_demand_dollars_per_hour
+    price = observed.on_demand_dollars_per_hour
     step_dollars = 0.0
-    left_s = sight.left_s
+    left_s = observed.left_s
     if mode is Mode.SPOT:
-        run_s = min(sight.step_s, left_s + _lost_s(job, sight, mode))
-        step_dollars = sight.spot_dollars_per_hour * run_s / HOUR_S
-        left_s -= run_s - min(run_s, _lost_s(job, sight, mode))
+        run_s = min(observed.step_s, left_s + _lost_s(job, observed, mode))
+        step_dollars = observed.spot_dollars_per_hour * run_s / HOUR_S
+        left_s -= run_s - min(run_s, _lost_s(job, observed, mode))
     most = price * (job.work_s + 2 * job.restart_s) / HOUR_S
     back = price * (left_s + job.restart_s) / HOUR_S
-    return sight.spent_dollars + step_dollars + back <= most * (1 + 1e-12)
+    return observed.spent_dollars + step_dollars + back <= most * (1 + 1e-12)
 
 
-def _lost_s(job: DeadlineJob, sight: SpotObservation, mode: Mode) -> float:
+def _lost_s(job: DeadlineJob, observed: SpotObservation, mode: Mode) -> float:
     """How much of the next step does no work."""
     if mode is Mode.IDLE:
-        return sight.step_s
-    starting_s = sight.starting_s if sight.mode is mode else job.restart_s
-    return min(sight.step_s, starting_s)
+        return observed.step_s
+    starting_s = observed.starting_s if observed.mode is mode else job.restart_s
+    return min(observed.step_s, starting_s)

@@ -81,7 +81,7 @@ class DeadlinePolicy(Protocol):
 
     name: str
 
-    def choose(self, sight: SpotObservation) -> Mode:
+    def choose(self, observed: SpotObservation) -> Mode:
         """What to run on until asked again. ``SPOT`` only while spot is up."""
         ...
 

@@ -207,8 +207,8 @@ class JoinServer:
             self._report_fault(node, node.name, "lost", text, node.pid)
 
     def _report_fault(
-        self, node: JoinedNode, member: str, what: str, detail: str, pid: int | None
+        self, node: JoinedNode, worker: str, what: str, detail: str, pid: int | None
     ) -> None:
         self._directory.emit(
-            WorkerLost(cause=what, worker=member, host=node.host, pid=pid, detail=detail)
+            WorkerLost(cause=what, worker=worker, host=node.host, pid=pid, detail=detail)
         )

@@ -39,7 +39,7 @@ class ControlClient:
     def __init__(self, run: RunStore, *, quiet_s: float = _QUIET_S) -> None:
         self.run = run
         self._quiet_s = quiet_s
-        self.crew: WorkerGroup | None = None
+        self.group: WorkerGroup | None = None
         self.connection: socket.socket | None = None
         self.lost_at = time.monotonic()
         self._unpacker = FrameDecoder()
@@ -66,17 +66,17 @@ class ControlClient:
         if now - self._connect_tried_at < _RETRY_S:
             return False
         self._connect_tried_at = now
-        crew = read_worker_group(self.run)
-        if crew is None:
+        group = read_worker_group(self.run)
+        if group is None:
             return False
         try:
-            connection = socket.create_connection((crew.host, crew.port), timeout=_CONNECT_S)
+            connection = socket.create_connection((group.host, group.port), timeout=_CONNECT_S)
             connection.settimeout(_SEND_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(frame(hello.model_copy(update={"token": crew.token})))
+            connection.sendall(frame(hello.model_copy(update={"token": group.token})))
         except OSError:
             return False
-        self.crew, self.connection = crew, connection
+        self.group, self.connection = group, connection
         self._unpacker, self._received_at = FrameDecoder(), time.monotonic()
         return True
 

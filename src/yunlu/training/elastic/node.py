@@ -186,8 +186,8 @@ class NodeAgent:
                 self._handle(message)
 
     def _reconnect(self) -> bool:
-        crew = read_worker_group(self.store)
-        if crew is not None and crew.node_module == ASYNC_NODE and self.name != LOCAL:
+        group = read_worker_group(self.store)
+        if group is not None and group.node_module == ASYNC_NODE and self.name != LOCAL:
             # The run became asynchronous while this node was disconnected.
             self._is_dismissed, self._successor = True, ASYNC_NODE
             return False

@@ -87,7 +87,7 @@ def test_only_whole_copies_are_worth_anything_and_each_is_kept_full(folder: Path
     profiles = load_typed_profiles(folder, ["cut"], TYPES)
     known = load_prior(folder, ["cut"], TYPES)
     limits = profiles.find("cut").limits
-    fitter = CrossTypeFitter(types=TYPES, known=known)
+    fitter = CrossTypeFitter(types=TYPES, prior=known)
     devices = np.array([1, 2, 3, 4, 8])
     nodes = np.array([1, 1, 1, 1, 2])
     new = fitter(Observations(signature="cut", limits=limits), None)
@@ -121,7 +121,7 @@ def test_pipelines_run_beside_others_on_whole_copies_only(folder: Path, policy: 
         load_typed_profiles(folder, names, TYPES),
         NODES,
         contestant.policy,
-        rules=contestant.bend(SimulationRules(restarts_on_move=False)),
+        rules=contestant.adapt_rules(SimulationRules(restarts_on_move=False)),
         estimator=contestant.estimator,
     )
     assert len(outcome.jct_s) == 4

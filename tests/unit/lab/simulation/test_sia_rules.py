@@ -80,7 +80,7 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
         for devices, sync in ((1, 0.0), (2, 0.04), (4, 0.06))
         for local in (8, 32)
     )
-    model = CrossTypeFitter(types=TYPES, known=known)(observe(profiles, *timings), None)
+    model = CrossTypeFitter(types=TYPES, prior=known)(observe(profiles, *timings), None)
     one, four = np.array([1]), np.array([4])
     for devices in (one, four):
         fast, slow = (model.goodput(kind, one, devices)[0] for kind in TYPES)
@@ -88,7 +88,7 @@ def test_a_type_never_run_on_is_told_from_the_one_that_was(
     assert (model.goodput("moon", one, four) == 0).all()
     # More than twice of what was seen is not believed.
     assert model.goodput("fast", np.array([3]), np.array([12]))[0] == 0
-    blind = CrossTypeFitter(types=TYPES, known=NoDeviceTypePrior())(
+    blind = CrossTypeFitter(types=TYPES, prior=NoDeviceTypePrior())(
         observe(profiles, *timings), None
     )
     assert blind.goodput("slow", one, one) == pytest.approx(blind.goodput("fast", one, one))
@@ -100,8 +100,8 @@ def test_the_table_is_what_each_job_says_for_itself(
     profiles, known = measured
     timing = StepTiming("slow", 1, 1, 32, 0.7, 0.7)
     fitter, sia = (
-        CrossTypeFitter(types=TYPES, known=known),
-        SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4)),
+        CrossTypeFitter(types=TYPES, prior=known),
+        SiaEstimator(prior=known, node_devices=dict.fromkeys(TYPES, 4)),
     )
     speeds = [fitter(observe(profiles, timing), None), sia(observe(profiles, timing), None)]
     jobs = [Demand(id=str(at), submitted_at=0.0, speed=speed) for at, speed in enumerate(speeds)]
@@ -116,7 +116,7 @@ def test_sia_first_tries_one_device_anywhere_and_then_doubles(
     measured: tuple[Profiles, TablePrior],
 ) -> None:
     profiles, known = measured
-    estimator = SiaEstimator(known=known, node_devices=dict.fromkeys(TYPES, 4))
+    estimator = SiaEstimator(prior=known, node_devices=dict.fromkeys(TYPES, 4))
     sizes = np.array([1, 2, 4])
     new = estimator(observe(profiles), None)
     for kind in TYPES:
@@ -147,7 +147,7 @@ def test_a_workload_is_replayed_to_its_end_the_same_each_time(
             measured[0],
             NODES,
             contestant.policy,
-            rules=contestant.bend(rules),
+            rules=contestant.adapt_rules(rules),
             estimator=contestant.estimator,
         )
         return outcome.jct_s, outcome.restarts_per_job

@@ -16,7 +16,7 @@ from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.device_rows import assign_device_rows
 from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.profiles import Application, Profiles
-from yunlu.lab.simulation.result import SimulationOutcome
+from yunlu.lab.simulation.result import SimulationResult
 from yunlu.lab.simulation.rules import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.lab.simulation.tables import SimulationError
@@ -89,7 +89,7 @@ def best_rate(application: Application) -> float:
     return best
 
 
-def check(outcome: SimulationOutcome, profiles: Profiles, restart_s: float) -> None:
+def check(outcome: SimulationResult, profiles: Profiles, restart_s: float) -> None:
     """What must hold whatever the policy."""
     for node in outcome.nodes:
         changes = sorted(
@@ -133,9 +133,9 @@ def test_our_own_policy_is_replayed_by_name(profiles: Profiles, name: str) -> No
     kinds = ("light", "heavy")
     workload = make_workload([(40 * n, kinds[n % 2], 1 + n % 8, 64) for n in range(12)])
 
-    def run() -> SimulationOutcome:
+    def run() -> SimulationResult:
         contestant = make_policy(name)
-        rules = contestant.bend(SimulationRules())
+        rules = contestant.adapt_rules(SimulationRules())
         return simulate(
             workload,
             profiles,
@@ -317,7 +317,7 @@ def test_length_is_told_only_where_it_is_declared(profiles: Profiles) -> None:
     simulate(workload, profiles, NODES, Note(), rules=SimulationRules(declares_length=False))
     assert set(told) == {None}
     told.clear()
-    simulate(workload, profiles, NODES, Note(), trouble=Faults(length_error=2.0, seed=3))
+    simulate(workload, profiles, NODES, Note(), faults=Faults(length_error=2.0, seed=3))
     assert told[0] is not None
     assert whole / 2 <= told[0] <= whole * 2
     assert told[0] != whole

@@ -11,7 +11,7 @@ from yunlu.hardware.fleet import Placement
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.device_rows import assign_device_rows
 from yunlu.lab.simulation.profiles import Profiles
-from yunlu.lab.simulation.result import SimulationOutcome
+from yunlu.lab.simulation.result import SimulationResult
 from yunlu.lab.simulation.rules import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate
 from yunlu.scheduler.policy.baselines import BASELINES
@@ -35,24 +35,24 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
     ],
 )
 def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
-    profiles: Profiles, trouble: Faults
+    profiles: Profiles, faults: Faults
 ) -> None:
     jobs = [
         (60.0 * place, "light" if place % 2 else "heavy", 1 + place % 8, 128) for place in range(10)
     ]
     workload = make_workload(jobs)
 
-    def run(trouble: Faults, rules: SimulationRules) -> SimulationOutcome:
+    def run(faults: Faults, rules: SimulationRules) -> SimulationResult:
         return simulate(
-            workload, profiles, NODES, BASELINES["shortest"](), trouble=trouble, rules=rules
+            workload, profiles, NODES, BASELINES["shortest"](), faults=faults, rules=rules
         )
 
     for rules in (SimulationRules(), SimulationRules(is_event_driven=True)):
-        outcome = run(trouble, rules)
-        assert outcome.jct_s == run(trouble, rules).jct_s
+        outcome = run(faults, rules)
+        assert outcome.jct_s == run(faults, rules).jct_s
         assert all(math.isfinite(job.ended_at) for job in outcome.jobs)
         assert assign_device_rows(outcome)
-        if trouble.crash_share == 1.0:
+        if faults.crash_share == 1.0:
             assert all(job.crashes == 1 for job in outcome.jobs)
             assert outcome.average_s > run(Faults(), rules).average_s
 
@@ -60,8 +60,8 @@ def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
 def test_a_crash_loses_only_what_was_not_saved(profiles: Profiles) -> None:
     workload = make_workload([(0, "heavy", 1, BASE)])
 
-    def run(trouble: Faults) -> float:
-        return simulate(workload, profiles, NODES, BASELINES["fifo"](), trouble=trouble).average_s
+    def run(faults: Faults) -> float:
+        return simulate(workload, profiles, NODES, BASELINES["fifo"](), faults=faults).average_s
 
     sound_s = run(Faults())
     lost_s = run(Faults(crash_share=1.0, checkpoint_s=300)) - sound_s
@@ -81,11 +81,11 @@ def test_neighbours_on_several_nodes_slow_each_other_down(profiles: Profiles) ->
 
     both = make_workload([(0, "light", 2, 64), (0, "light", 2, 64)])
     alone = make_workload([(0, "light", 2, 64)])
-    trouble = Faults(interference=0.5)
+    faults = Faults(interference=0.5)
 
-    def train_s(outcome: SimulationOutcome) -> float:
+    def train_s(outcome: SimulationResult) -> float:
         return outcome.jobs[0].ended_at - 90
 
-    calm = simulate(alone, profiles, NODES, Spread(), trouble=trouble)
-    crowded = simulate(both, profiles, NODES, Spread(), trouble=trouble)
+    calm = simulate(alone, profiles, NODES, Spread(), faults=faults)
+    crowded = simulate(both, profiles, NODES, Spread(), faults=faults)
     assert train_s(crowded) == pytest.approx(2 * train_s(calm), abs=2 * EPOCHS)

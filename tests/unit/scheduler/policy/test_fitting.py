@@ -25,8 +25,8 @@ LIMITS = BatchLimits(base=128, most=4096, local_least=16, local_most=512)
 
 def observe(nodes: int, devices: int, local: int, *, factor: float = 1.0) -> StepTiming:
     whole = np.array([nodes]), np.array([devices]), np.array([float(local)]), np.array([0.0])
-    step_s = float(TRUE.tell_step_s(*whole)[0])
-    gradient_s = float(TRUE.tell_gradient_s(whole[2])[0])
+    step_s = float(TRUE.predict_step_s(*whole)[0])
+    gradient_s = float(TRUE.predict_gradient_s(whole[2])[0])
     return StepTiming("t4", nodes, devices, local, gradient_s * factor, step_s * factor)
 
 
@@ -37,7 +37,9 @@ def test_unseen_shapes_are_told_from_seen_ones() -> None:
     fitted = fit_throughput(ALL)
     for nodes, devices, local in ((3, 12, 100), (8, 32, 48), (1, 3, 200)):
         whole = np.array([nodes]), np.array([devices]), np.array([float(local)]), np.array([0.0])
-        assert fitted.tell_step_s(*whole)[0] == pytest.approx(TRUE.tell_step_s(*whole)[0], rel=0.1)
+        assert fitted.predict_step_s(*whole)[0] == pytest.approx(
+            TRUE.predict_step_s(*whole)[0], rel=0.1
+        )
 
 
 def test_noise_of_a_tenth_is_averaged_out() -> None:
@@ -49,7 +51,9 @@ def test_noise_of_a_tenth_is_averaged_out() -> None:
     ]
     fitted = fit_throughput(noisy)
     whole = np.array([3]), np.array([12]), np.array([100.0]), np.array([0.0])
-    assert fitted.tell_step_s(*whole)[0] == pytest.approx(TRUE.tell_step_s(*whole)[0], rel=0.15)
+    assert fitted.predict_step_s(*whole)[0] == pytest.approx(
+        TRUE.predict_step_s(*whole)[0], rel=0.15
+    )
 
 
 def test_the_slope_of_the_loss_is_right() -> None:
@@ -110,7 +114,7 @@ def test_nothing_is_fitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert later.throughputs is first.throughputs
     assert later.noise == GradientNoise(1.0, 9.0)
     # A new timing that the model tells well is no reason, either.
-    told = first.throughputs["t4"].tell_step_s(
+    told = first.throughputs["t4"].predict_step_s(
         np.array([1]), np.array([4]), np.array([90.0]), np.array([0.0])
     )
     more = (*ALL, StepTiming("t4", 1, 4, 90, 0.1, float(told[0])))
@@ -127,8 +131,8 @@ def test_what_is_too_little_to_fit_again_is_learnt_all_the_same() -> None:
     slow = observe(1, 4, 512, factor=1.025)
     again = fit(replace(seen, timings=(*ALL, slow)), first)
     at = np.array([1]), np.array([4]), np.array([512.0]), np.array([0.0])
-    assert first.throughputs["t4"].tell_step_s(*at)[0] < 0.985 * slow.step_s
-    assert again.throughputs["t4"].tell_step_s(*at)[0] == pytest.approx(slow.step_s, rel=0.005)
+    assert first.throughputs["t4"].predict_step_s(*at)[0] < 0.985 * slow.step_s
+    assert again.throughputs["t4"].predict_step_s(*at)[0] == pytest.approx(slow.step_s, rel=0.005)
     assert again.throughputs["t4"].overlap == first.throughputs["t4"].overlap
 
 

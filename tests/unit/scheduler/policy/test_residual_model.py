@@ -17,7 +17,7 @@ def learn(*points: tuple[int, int, float, float]) -> ResidualModel:
 
 def tell(deviation: ResidualModel, nodes: int, devices: int, local: float) -> float:
     at = np.array([nodes]), np.array([devices]), np.array([local])
-    return float(deviation.tell_factor(*at)[0])
+    return float(deviation.predict_factor(*at)[0])
 
 
 def test_what_was_measured_is_told_again() -> None:

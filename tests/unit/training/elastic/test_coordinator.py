@@ -225,8 +225,8 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
     assert rig.coordinator.membership.workers[0].rank == 0
     rig.handle_message(0, Heartbeat(generation=2, step=2, phase="step", steps=((2, 0.1, 0.0),)))
     assert rig.there() == [0]
-    crew = [event for event, _ in rig.run.read_events() if isinstance(event, WorkerGroupFormed)]
-    assert crew[-1].reason == "worker 1 is excluded as a straggler"
+    group = [event for event, _ in rig.run.read_events() if isinstance(event, WorkerGroupFormed)]
+    assert group[-1].reason == "worker 1 is excluded as a straggler"
     assert not [event for event, _ in rig.run.read_events() if isinstance(event, WorkerLost)]
 
 

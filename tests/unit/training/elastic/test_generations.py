@@ -165,8 +165,8 @@ def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
 
 
 @given(crews())
-def test_any_decision_is_whole(crew: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
-    layout, worker_reports, target, after = crew
+def test_any_decision_is_whole(group: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
+    layout, worker_reports, target, after = group
 
     def replan(devices: int) -> Layout:
         return (

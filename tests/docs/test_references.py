@@ -39,7 +39,7 @@ BUILDERS = [
         "yunlu.training.tasks.keyword_spotting:build_spectrogram_cnn",
     ),
     ("speech-to-text", "conv-gru", f"{_MODELS}.conv_gru:ConvGRU"),
-    ("recommendation", "factors", f"{_MODELS}.factors:Factors"),
+    ("recommendation", "factors", f"{_MODELS}.matrix_factorization:MatrixFactorization"),
     ("tabular-classification", "mlp", f"{_MODELS}.mlp:MLP"),
 ]
 SIGNS = {">=": "≥", "<=": "≤"}

@@ -1,7 +1,7 @@
 """Worker of an elastic group; it trains in one generation after another.
 
 Between generations the peers and the layout change; the state stays in memory, or is received from
-from those who have it.
+the workers that hold it.
 """
 
 from __future__ import annotations

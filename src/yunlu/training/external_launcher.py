@@ -2,7 +2,7 @@
 
 ``python -m yunlu.training.external_launcher RUN_DIR`` in the process of rank 0, with ``-`` in all others:
 rank 0 shares the run with the others, and each prints it as its first line. If one fails, all end; the
-launched them may start them again, and they go on from the newest checkpoint.
+launcher may start them again, and they resume from the newest checkpoint.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
     ) -> None:
         """``replicate`` is called after each step with its seconds, to replicate state to peers.
 
-        ``forget_after`` is called when the run went back to a step.
+        ``forget_after`` is called after a rollback to a step.
         """
         super().__init__(
             engine,

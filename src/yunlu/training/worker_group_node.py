@@ -61,7 +61,9 @@ def _may_partition(job: Job, group: WorkerGroup | None) -> bool:
         requested = job.layout
         return not requested.fsdp == requested.tp == requested.pp == 1
     # Layouts of a much larger group are not considered: they are imported when needed.
-    nearby = [layout for count, layout in group.layouts.items() if count <= 2 * max(group.target, 2)]
+    nearby = [
+        layout for count, layout in group.layouts.items() if count <= 2 * max(group.target, 2)
+    ]
     layouts = [Layout.model_validate(layout) for layout in nearby]
     return any(layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1 for layout in layouts)
 

@@ -1,7 +1,7 @@
 """Node of an asynchronous run: loads everything once and keeps its workers running.
 
 ``python -m yunlu.training.asynchronous.node RUN_DIR --node NAME --devices N`` is what ``yunlu join``
-starts. The run's directory says where the servers are; the line to the run's program is only for
+starts. The run's directory has the addresses of the servers; the control connection is only for
 registering, and for being dismissed. While it is down, the workers continue.
 """
 

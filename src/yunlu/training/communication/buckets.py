@@ -29,8 +29,8 @@ def split_buckets(
 
     Args:
         weights: In the order in which the model uses them.
-        bucket_bytes: Sent at a time; larger ones go alone.
-        local: What lies here of a weight.
+        bucket_bytes: Bytes per bucket; larger gradients have their own.
+        local: The local part of a weight.
     """
     full: list[tuple[int, list[nn.Parameter]]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, list[nn.Parameter]]] = {}

@@ -36,8 +36,8 @@ class ComputePace:
         """Step time of each worker without communication; called by all workers, with equal results.
 
         Args:
-            world: Who is there.
-            planned_s: What the leader's should take: all there is to go by before the first step.
+            world: The workers.
+            planned_s: Planned step time of the leader, used before the first step.
         """
         replicas = world.layout.replicas
         step_s = median(self._spans) / replicas if len(self._spans) == _REMEMBERED else None

@@ -116,8 +116,8 @@ class LinkTrial:
     ) -> float:
         """Seconds of an exchange of so many bytes with each peer, until all are done; called by all workers.
 
-        All set out together, and the last one's time counts: to who comes late, what came before
-        seems to take no time. Of several rounds the quickest was disturbed least.
+        All start together, and the last one's time counts: to a late worker, messages that already arrived
+        seem to take no time. Of several rounds the fastest was disturbed least.
         """
         sent = {peer: bytes(size) for peer, size in outgoing.items()}
         into = {peer: bytearray(size) for peer, size in incoming.items()}

@@ -1,8 +1,8 @@
 """Measure the links between workers, in a fraction of a second.
 
-Workers may be busy and their hosts noisy: what disturbs makes a link look slow and never fast. So the
-best of several trials counts, long messages count more than short ones, and a link that does
-worse than its hosts do elsewhere is tried again before it is believed.
+Workers may be busy and their hosts noisy: disturbances make a link look slow, never fast. So the
+best of several trials counts, long messages count more than short ones, and a link slower
+than its hosts achieve elsewhere is measured again.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def measure_links(
     A slow link takes longer than the budget: each must carry at least one message.
 
     Args:
-        transport: Nobody else uses it meanwhile; nobody should compute either.
-        budget_s: How long to take, about.
-        compute_s: A step of ours without any exchange, if one was taken.
-        all_reduce: Sums so many bytes over all workers in torch's own way.
-        codecs: What packing costs here; the slowest worker's figure counts for all.
-        add_bytes_per_s: How fast we add; the slowest worker's counts.
+        transport: Not used by others meanwhile; no worker should compute either.
+        budget_s: Approximate time to spend.
+        compute_s: Step time of this worker without communication, if known.
+        all_reduce: All-reduces so many bytes with torch.
+        codecs: Cost of each codec here; the slowest worker's counts.
+        add_bytes_per_s: Addition speed; the slowest worker's counts.
         tag: Of the messages.
     """
     trial = LinkTrial(transport, tag)

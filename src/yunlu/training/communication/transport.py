@@ -1,8 +1,8 @@
 """Transport: connections between the workers of a generation, for messages of known length.
 
-torch's gloo passes messages too, but a wait in it cannot be ended, its small ones take milliseconds,
-and it does not count what it sends. Here every wait ends: with the message, with the connection, with
-``abort``, or when nothing has come for too long.
+gloo passes messages too, but its waits cannot be interrupted, its small messages take milliseconds,
+and it does not count bytes. Here every wait ends: with the message, with the connection, with
+``abort``, or after a time limit without progress.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Transport:
     After an error the connections in use are closed; the others are unaffected.
 
     Args:
-        rank: Ours.
+        rank: Of this worker.
         hosts: Address of each worker, by rank; workers with equal addresses share a machine.
         links: Non-blocking socket to each other worker.
-        patience_s: How long nothing may come or go before the others count as lost.
+        patience_s: Time without progress after which peers are lost.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Transport:
         """Send and receive concurrently, at most one message to and from each other worker.
 
         Args:
-            outgoing: What goes to whom; unchanged until this returns.
-            incoming: What comes from whom, and where to: exactly filled.
-            tag: Which exchange this is; the others must be in the same one.
+            outgoing: Data for each peer; unchanged until this returns.
+            incoming: Buffer for each peer; filled exactly.
+            tag: Number of the exchange; peers must use the same.
         """
         with self.session(tag=tag) as session:
             for peer, data in outgoing.items():
@@ -116,9 +116,9 @@ class Transport:
     def control_congestion(self, name: str) -> bool:
         """Set the TCP congestion control of all connections; returns whether the system has it.
 
-        BBR guesses a rate for each connection, and those that share a slow link add up to less than it:
+        BBR estimates a rate per connection, and connections that share a slow link do not fill it:
         ``direct`` over 4 hosts at 100 Mbit/s took 1.2 times as long as with Reno. Over fast links that
-        drop packets it is the other way round, so nobody but who has measured them should choose.
+        drop packets it is the other way round, so choose it only after measuring.
         """
         if sys.platform != "linux":
             return False
@@ -156,14 +156,14 @@ def connect(
     """Connect to all other workers through the store; called by all of them.
 
     Args:
-        store: Any of torch's.
-        rank: Ours.
-        size: How many we are.
-        host: The address at which the others reach this worker.
+        store: A torch store.
+        rank: Of this worker.
+        size: Number of workers.
+        host: Address at which peers reach this worker.
         name: Of this transport: unique in the store, and for its connections.
-        within_s: How long the others may take to come.
+        within_s: Time limit for peers to connect.
         patience_s: See ``Transport``.
-        check: Called now and then while waiting for the others; what it raises ends that.
+        check: Called while waiting for peers; may raise to end the wait.
     """
     hosts, links = connect_all(store, rank, size, host, name=name, within_s=within_s, check=check)
     return Transport(rank, hosts, links, patience_s=patience_s)

@@ -36,7 +36,7 @@ class Deadlines:
     """If this process itself was not scheduled for so long, silence of the others proves nothing."""
 
     def scaled(self, factor: float) -> Deadlines:
-        """Allow more time to whoever is only slow; a stopped process is known from the system."""
+        """Scale the limits of slow processes; a stopped process is reported by the system."""
         return replace(
             self,
             node_silent_s=factor * self.node_silent_s,
@@ -144,9 +144,9 @@ class Watchdog:
 
         Args:
             at: Now; everything that has arrived was observed before.
-            is_stopped: Whether the system says that a member's process is stopped.
+            is_stopped: Whether the system reports a worker's process as stopped.
             is_remote: Whether a node is another machine.
-            busy: Members that are in a generation: who stands by need not make progress.
+            busy: Workers in a generation; spares need not make progress.
         """
         checked_at, self._checked_at = self._checked_at, at
         if checked_at is not None and at - checked_at > self.deadlines.late_s:

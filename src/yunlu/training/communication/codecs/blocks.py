@@ -38,7 +38,7 @@ class _Packing(Protocol):
 class BlockQuantizer:
     """Values in blocks with a scale each; the last block may be shorter.
 
-    A block whose scale is not finite comes back as not finite.
+    A block whose scale is not finite is decoded as not finite.
     """
 
     def __init__(self, name: str, packing: _Packing, *, block: int) -> None:

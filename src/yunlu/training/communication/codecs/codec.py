@@ -30,9 +30,9 @@ class Codec(Protocol):
         """Encode values.
 
         Args:
-            values: One dimension, fp32, on the CPU.
+            values: One-dimensional, fp32, on the CPU.
             out: Bytes, ``size_bytes`` of them.
-            seed: For codecs that draw lots: who uses the same one draws the same ones.
+            seed: For random codecs: equal seeds select equal positions.
         """
         ...
 

@@ -21,7 +21,7 @@ _HEADER_BYTES = 4
 class Fp16Codec:
     """fp16, scaled by a power of two so that the largest value is at the top of the range.
 
-    A gradient is often smaller than anything fp16 knows; a power of two costs no digits.
+    Gradients are often below the range of fp16; a power of two loses no digits.
     """
 
     name = "fp16"

@@ -20,8 +20,8 @@ def make_codec(name: str, *, block: int | None = None, share: float = 0.01) -> C
 
     Args:
         name: One of ``CODECS``.
-        block: Numbers that share a scale (``int8``, ``int4``, ``onebit``).
-        share: Of the numbers that travel (``topk``, ``randomk``).
+        block: Values per scale (``int8``, ``int4``, ``onebit``).
+        share: Share of values sent (``topk``, ``randomk``).
     """
     try:
         make = CODECS[name]

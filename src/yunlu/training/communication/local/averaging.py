@@ -1,11 +1,11 @@
 """Weights that each worker updates by itself, averaged now and then.
 
-All workers hold the same *anchor*: the weights they last agreed on. What a worker has learned is the way
-from there to its own weights. In an exchange all learn the mean of these ways, the anchor moves along it,
-and each worker's weights move by as much as its anchor's way differs from its own. Steps done in the
-meantime stay: so an exchange can be under way while computing goes on.
+All workers hold the same *anchor*: the weights they last agreed on. A worker's update is the difference
+between its weights and the anchor. An exchange computes the mean update, moves the anchor by it,
+and moves each worker's weights by the difference between the mean and its own update. Steps made
+meanwhile are kept, so that an exchange can overlap with computing.
 
-What an optimiser remembers stays with its worker: averaging it would treble the bytes.
+Optimizer states stay with their workers: averaging them would triple the bytes.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class WeightAveraging:
     """Averages the weights of all workers by the rules; called by all workers in the same steps.
 
     Args:
-        weights: The same values on all workers. They may lie on any device.
-        transport: To the others; ours alone from now on, and closed with this.
-        rules: When to meet.
-        codec: How what was learned is packed, in place of the one that the rules name.
-        mates: To those who make our steps with us, and for whom we speak (``Following``).
+        weights: Equal on all workers, on any device.
+        transport: To the other workers; used and closed by this only.
+        rules: Schedule of the exchanges.
+        codec: Codec of updates, in place of that of the rules.
+        site_transport: To the workers that step together with this one, their leader (``SiteFollower``).
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class WeightAveraging:
         """Called after each optimizer step, counted from 1; ends and begins exchanges.
 
         Args:
-            step: The one just done.
-            samples: How many our share of it held: what is learned from more counts for more.
+            step: The step just made.
+            samples: Samples in this worker's share of it, its weight in the mean.
         """
         if self.rules.sums_gradients(step):
             if step == self.rules.from_step:
@@ -133,11 +133,11 @@ class WeightAveraging:
     def synchronize(self, *, exact: bool = False) -> None:
         """Average everything now: afterwards all workers hold bitwise equal weights.
 
-        Before evaluating, saving, pausing and at the end; by all workers after the same step.
+        Before evaluation, checkpoints, pauses and at the end; by all workers after the same step.
 
         Args:
-            exact: Nothing is packed and so nothing left out: what is saved then is the same on all
-                workers, and fits any number of them.
+            exact: Without encoding, so that the saved state is equal on all
+                workers and fits any number of them.
         """
         self._land_until(None)
         meeting = MeanExchange(self._transport, IdentityCodec()) if exact else self._meeting
@@ -151,8 +151,8 @@ class WeightAveraging:
     def return_to_anchor(self) -> None:
         """Abandon exchanges in flight and return to the anchor.
 
-        After others were lost. Of those left some may have gone one exchange further (``rounds``): all
-        go on from the weights of one who has gone furthest.
+        After peers were lost. Some workers may be one exchange ahead (``rounds``): all
+        continue from the weights of a most advanced one.
         """
         self.abort()
         for pending_round in self._pending_rounds:

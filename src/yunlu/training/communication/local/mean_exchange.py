@@ -1,8 +1,8 @@
 """One exchange of the workers' updates: a bitwise equal mean on all of them.
 
-Every worker owns a share of what is exchanged. Shares go to their owners, packed; an owner takes the mean,
-packs it again and sends it to all. What packing leaves out is kept, at the sender and at the owner, and
-goes with the next (error feedback: Seide et al. 2014; on both ways: Tang et al. 2019, DoubleSqueeze).
+Every worker owns a slice. Encoded slices are sent to their owners; an owner computes the mean,
+encodes it and sends it to all. Encoding errors are kept at sender and owner, and
+added to the next exchange (error feedback: Seide et al. 2014; in both directions: Tang et al. 2019, DoubleSqueeze).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class MeanExchange:
     """Successive exchanges of all workers; buffers are reused.
 
     Args:
-        transport: To the others.
-        codec: How values travel.
+        transport: To the other workers.
+        codec: Encodes values.
     """
 
     def __init__(self, transport: Transport, codec: Codec) -> None:
@@ -50,11 +50,11 @@ class MeanExchange:
         """The mean over all workers, valid until the next call.
 
         Args:
-            learned: Ours; afterwards what packing has left out of it.
-            owed: What was left out of the means of our share so far; updated.
-            weight: Of ours in the mean; 0 leaves it out.
-            origin: Digest of the weights from which it was learned: the others' must be the same.
-            number: Which exchange this is, on all workers.
+            learned: Update of this worker; afterwards its encoding error.
+            owed: Encoding error of the means of the own slice; updated.
+            weight: Of this update in the mean; 0 leaves it out.
+            origin: Digest of the anchor weights, equal on all workers.
+            number: Number of the exchange, equal on all workers.
         """
         shares = [
             owned_slice(len(learned), rank, self._transport.size)

@@ -1,7 +1,7 @@
 """Sites: workers of one site step together; sites average weights rarely.
 
-Between machines of a site links are fast, between sites they are slow: gradients are summed in every step
-within the site, and one worker of each site exchanges weights with those of the others.
+Links are fast within a site and slow between sites: gradients are summed in every step
+within the site, and one worker of each site averages weights with those of the other sites.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ class ServerClient:
     """Connections of one worker to all servers; used by one thread, except for ``abort``.
 
     Args:
-        directory: Of the servers: where their addresses are.
-        weights: What is trained, in the order in which all workers have it.
-        worker: Its name; no other worker has the same.
-        patience_s: How long a server may stay away.
+        directory: Of all servers, with their addresses.
+        weights: Trained weights, in the same order on all workers.
+        worker: Unique name of this worker.
+        patience_s: Time that a server may be down.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class ServerClient:
     def pull(self) -> None:
         """Set the weights to those for the last ticket.
 
-        In mode ``bsp`` they are those with which its step began. Otherwise they are the servers' as
-        they are; updates of others may be in one shard and not yet in another.
+        In mode ``bsp`` these are the weights at the start of its step. Otherwise they are the current
+        ones; updates by others may be in one shard and not yet in another.
         """
         version = None
         if self.rules.mode == "bsp" and self._held:
@@ -120,14 +120,14 @@ class ServerClient:
         """Push the gradients of the weights; they are durable when this returns.
 
         Args:
-            ticket: Whose gradients they are.
-            lr: The rate of its step.
-            items: Over how many the gradients are the mean; with none, the ticket is over without.
-            metrics: Written beside the ticket in the first server's ``done.jsonl``.
+            ticket: The ticket of the gradients.
+            lr: Learning rate of its step.
+            items: Number of items the gradients are the mean of; 0 ends the ticket without a gradient.
+            metrics: Written with the ticket to the first server's ``done.jsonl``.
 
         Returns:
-            ``taken``; ``duplicate`` where another worker was given the ticket meanwhile and was
-            faster; ``late`` where the step ended without it.
+            ``taken``; ``duplicate`` if another worker got the ticket meanwhile and was
+            faster; ``late`` if the step ended without it.
         """
         first = self._links[0]
         if self.rules.backups:
@@ -149,9 +149,9 @@ class ServerClient:
     def snapshot(self, on_drained: Callable[[], object] | None = None) -> Tensor | None:
         """All weights with the same tickets applied in every shard: no ticket is handed out meanwhile.
 
-        None where a ticket of a lost worker must be done first and nobody else is there: take it, and
+        None if a ticket of a lost worker must be done first and no other worker is left: take it, and
         ask again. ``set_weights`` sets a model to the result. ``on_drained`` is called while nothing is
-        under way, perhaps more than once.
+        in progress, perhaps more than once.
         """
         first = self._links[0]
         while True:

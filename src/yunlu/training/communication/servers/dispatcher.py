@@ -1,7 +1,7 @@
 """Dispatcher of tickets: each is done once, whichever workers come and go, within the staleness bound.
 
-Pure: it is told what happens and says what follows; the first shard keeps one, and writes down what
-must outlive it (``claim`` and ``complete``).
+Pure: events in, tickets out; the first shard has one, and logs what
+must be durable (``claim`` and ``complete``).
 """
 
 from __future__ import annotations

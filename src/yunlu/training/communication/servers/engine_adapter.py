@@ -100,8 +100,8 @@ def ticket_batches(
         collate: See there.
         order: See there.
         micro_batch: See there.
-        begin: Told each ticket, its items and what is known of it before its batches come.
-        held: A ticket that was taken before, and is to be done first.
+        begin: Called with each ticket, its items and its metrics before its batches.
+        held: A ticket taken before, to be done first.
         lengths: See there.
         digests: See there.
     """

@@ -1,7 +1,7 @@
 """Journal of a shard: its last state, and every change since.
 
 A change is logged before it is acknowledged. From time to time the state is written
-anew, aside and renamed; it names the log that continues it, so at no instant are there two truths.
+again and renamed into place; it names its log, so that state and log always match.
 """
 
 from __future__ import annotations

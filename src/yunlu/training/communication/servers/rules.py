@@ -36,9 +36,9 @@ class ServerRules(Value):
     backups: NotNegative = 0
     """BSP: shares of a step that may be missing; late ones are dropped (Chen et al. 2016)."""
     correction: Literal["none", "rate", "delay"] = "none"
-    """What is done about a gradient of older weights: nothing; the rate is divided by one more than
-    the updates since (Zhang et al. 2016); or the gradient is carried over to the weights as they are,
-    by a guess of the curvature (Zheng et al. 2017)."""
+    """Correction of stale gradients: none; the learning rate is divided by one more than
+    the updates since (Zhang et al. 2016); or the gradient is extrapolated to the current weights
+    by an estimate of the curvature (Zheng et al. 2017)."""
     delay_strength: Annotated[float, Field(ge=0)] = 0.04
     """Strength of delay compensation: lambda of Zheng et al. 2017."""
     codec: str = "none"

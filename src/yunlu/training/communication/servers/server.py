@@ -74,9 +74,9 @@ class ShardServer:
     """Serves one shard until ``stop``.
 
     Args:
-        shard: What it holds.
-        host: The address to listen on.
-        is_needed: Asked every second; when it says no, serving ends.
+        shard: Its state.
+        host: Address to listen on.
+        is_needed: Called every second; serving ends once it is false.
     """
 
     def __init__(

@@ -71,12 +71,12 @@ class ServerLink:
     Requests are idempotent: one whose reply was lost is sent again.
 
     Args:
-        directory: Of all servers: where their addresses are.
-        index: Which of them.
-        worker: Our name.
-        held: The tickets we have.
-        traffic: Counts what goes over it.
-        patience_s: How long a server may stay away.
+        directory: Of all servers, with their addresses.
+        index: Index of the server.
+        worker: Name of this worker.
+        held: Tickets this worker holds.
+        traffic: Counts bytes.
+        patience_s: Time that a server may be down.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) 
 
     Args:
         directory: Of all servers.
-        index: Which of them this is.
-        host: The address to listen on.
-        with_parent: End when the process that started this one does.
+        index: Index of this server.
+        host: Address to listen on.
+        with_parent: End with the parent process.
     """
     parent = os.getppid()
     server = ShardServer(

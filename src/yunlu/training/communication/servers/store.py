@@ -37,10 +37,10 @@ def prepare(directory: Path, rules: ServerRules, flat: Tensor, decayed: int) -> 
     Servers always continue from their directory; this is what they start from.
 
     Args:
-        directory: Of all servers; for its owner alone, since it holds the token.
-        rules: See there.
+        directory: Of all servers; private, since it contains the token.
+        rules: Rules of the servers.
         flat: All weights, as ``FlatWeights`` reads them.
-        decayed: How many of the first ones decay.
+        decayed: Number of leading weights that decay.
     """
     aside = directory.with_name(f".{directory.name}.part")
     if aside.exists():
@@ -128,8 +128,8 @@ class Shard:
     def publish(self, version: int | None = None) -> tuple[int, Tensor]:
         """The current weights, or those before the last update, in a tensor that does not change.
 
-        A step that one server has ended and another not, since a worker was lost between them, is
-        done again: with the weights it began with.
+        A step that one server completed and another did not, because a worker was lost between them, is
+        repeated from the weights it started with.
         """
         if self._before is not None and self._before[0] == version:
             return self._before

@@ -29,9 +29,9 @@ class HeldWeights:
     """A range of the flat weights, with its optimizer state.
 
     Args:
-        rules: See there.
-        flat: The weights, changed in place.
-        decayed: How many of the first ones decay: vectors, which lie last, do not.
+        rules: Rules of the servers.
+        flat: The weights, updated in place.
+        decayed: Number of leading weights that decay; vectors, which are last, do not.
     """
 
     def __init__(self, rules: ServerRules, flat: Tensor, decayed: int) -> None:

@@ -68,7 +68,7 @@ class ActionRunner:
                 # run's fault: somebody else was just busy with it.
                 nobodys = pending.model_copy(update={"by": ""})
                 self.registry.put(
-                    scheduled, scheduled.allocation.model_copy(update={"intention": nobodys})
+                    scheduled, scheduled.allocation.model_copy(update={"pending": nobodys})
                 )
             return f"{move.kind}: {error}"
         return None
@@ -141,11 +141,11 @@ class ActionRunner:
         self.control.stop(scheduled.run)
 
     def _intend(self, scheduled: ScheduledRun, pending: PendingAction) -> None:
-        allocation = scheduled.allocation.model_copy(update={"intention": pending})
+        allocation = scheduled.allocation.model_copy(update={"pending": pending})
         if pending.kind == "start":
             self._asked.pop(scheduled.id, None)
             allocation = allocation.model_copy(update={"shares": pending.shares})
         self.registry.put(scheduled, allocation, is_pending=True)
 
     def _drop(self, scheduled: ScheduledRun) -> None:
-        self.registry.put(scheduled, scheduled.allocation.model_copy(update={"intention": None}))
+        self.registry.put(scheduled, scheduled.allocation.model_copy(update={"pending": None}))

@@ -148,7 +148,7 @@ def reconcile(
         observation.has_begun or observation.state is not RunState.PENDING
     ):
         return allocation  # its end has not been written down yet
-    freed = allocation.model_copy(update={"shares": (), "intention": None, "held_since": None})
+    freed = allocation.model_copy(update={"shares": (), "pending": None, "held_since": None})
     if _is_nobodys_fault(entry, allocation, observation, nodes, service):
         moved = allocation.held_since is not None and observation.state is not RunState.FINISHED
         return freed.model_copy(update={"restarts": allocation.restarts + moved})
@@ -180,7 +180,7 @@ def _resolve_alive(
     )
     changes = {
         "shares": shares,
-        "intention": pending,
+        "pending": pending,
         "held_since": now if since is None else since,
         "restarts": restarts,
     }

@@ -112,7 +112,7 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
         for run in scan(home):
             allocation = read_allocation(run)
             if allocation.shares:
-                allocation = allocation.model_copy(update={"intention": leaving})
+                allocation = allocation.model_copy(update={"pending": leaving})
                 write_allocation(run, allocation, is_pending=True)
                 lifecycle.request_stop(run)
     return service is not None

@@ -200,7 +200,7 @@ class MarketCourse(Course):
 
 def spoil_files(world, monkeypatch, seed):
     """The service is killed around each note, the disk is full now and then, and queues are locked."""
-    real_write, real_read = register_module.write_notes, register_module.read_entry
+    real_write, real_read = register_module.write_allocation, register_module.read_entry
     chance = random.Random(seed + 1)
 
     def write(*arguments, **options):

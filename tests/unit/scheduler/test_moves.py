@@ -104,7 +104,7 @@ def test_no_device_is_ever_promised_twice(held, wanted, growing):
         pending = PendingAction(kind=move.kind, shares=move.placement.shares)
         shares = found.allocation.shares or pending.shares
         found.allocation = found.allocation.model_copy(
-            update={"intention": pending, "shares": shares}
+            update={"pending": pending, "shares": shares}
         )
     assert all(count >= 0 for count in free_devices(scheduled_runs, NODES).values())
     assert NOTHING.devices == 0

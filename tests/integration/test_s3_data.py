@@ -65,7 +65,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={tmp_path / 'weed'}",
         *(f"-{name}.port={port}" for name, port in ports.items()),
         *(f"-{name}.port.grpc={free_port()}" for name in ports),
-        "-volume.max=4", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.config={identities}",
+        "-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.config={identities}",
     ]  # fmt: skip
     with (tmp_path / "weed.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)

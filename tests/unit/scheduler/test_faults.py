@@ -138,7 +138,7 @@ class Course:
 
     def is_over(self, run):
         state = self.state(run)
-        given_up = bool(register_module.read_notes(run).given_up)
+        given_up = bool(register_module.read_allocation(run).given_up)
         return state is RunState.FINISHED or (state is RunState.FAILED and given_up)
 
     def unfinished(self):
@@ -151,7 +151,7 @@ class Course:
         codes = {line["code"] for line in self.steward.pool_store.read_decisions("")}
         assert "trouble" not in codes, "a policy failed"
         for run in self.runs.values():
-            assert register_module.read_notes(run).claims == {}, "a device is leaked"
+            assert register_module.read_allocation(run).claims == {}, "a device is leaked"
 
 
 class MarketCourse(Course):
@@ -189,7 +189,7 @@ class MarketCourse(Course):
         for run in self.runs.values():
             assert self.state(run) is RunState.FINISHED
             # A service that is killed while it starts a run anew may count that as a fault, once.
-            allocation = register_module.read_notes(run)
+            allocation = register_module.read_allocation(run)
             assert allocation.failures < MOST_FAILURES, "blamed for what was taken away"
         for _ in range(CALM):
             self.turn()
@@ -215,7 +215,7 @@ def spoil_files(world, monkeypatch, seed):
             raise StoreError("it is locked")
         return real_read(run)
 
-    monkeypatch.setattr(register_module, "write_notes", write)
+    monkeypatch.setattr(register_module, "write_allocation", write)
     monkeypatch.setattr(register_module, "read_entry", read)
 
 

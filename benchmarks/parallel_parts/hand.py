@@ -137,9 +137,9 @@ class First(nn.Module):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Vectors."""
-        x_BLD, turn = self.embedding(ids_BL)
+        x_BLD, rotation = self.embedding(ids_BL)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, causal=True, turn=turn)
+            x_BLD = layer(x_BLD, causal=True, rotation=rotation)
         return x_BLD
 
 
@@ -157,7 +157,7 @@ class Last(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Scores."""
         for layer in self.layers:
-            x_BLD = layer(x_BLD, causal=True, turn=self.angles[: x_BLD.shape[1]])
+            x_BLD = layer(x_BLD, causal=True, rotation=self.angles[: x_BLD.shape[1]])
         return self.head(self.norm(x_BLD))
 
 

@@ -19,6 +19,7 @@ from tests.distributed.ranks import run_ranks, run_world
 from yunlu.core.errors import JobError
 from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
+from yunlu.runs.events import CommunicationChosen
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.checkpoint.save_group import SaveGroup
@@ -500,8 +501,8 @@ def _relink(
     )
     told: list[tuple[int, str]] = []
 
-    def tell(_: Any, *, step: int, setting: dict[str, Any], **__: Any) -> None:
-        told.append((step, setting["method"]))
+    def tell(event: CommunicationChosen) -> None:
+        told.append((event.step, event.setting.method))
 
     def note(_self: MethodSelector, _exchange_s: float) -> bool:
         return rank == size - 1 and engine.steps_done == 8

@@ -13,6 +13,7 @@ from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, bu
 from yunlu.planning.communication import switching
 from yunlu.planning.communication.measurements import WireFigures, make_even
 from yunlu.planning.layout import Layout
+from yunlu.runs.events import CommunicationChosen
 from yunlu.training import loop
 from yunlu.training.communication import timed_comparison
 from yunlu.training.communication.allreducer import TorchAllReducer
@@ -60,8 +61,8 @@ def _try(
     )
     told: list[tuple[int, str, str]] = []
 
-    def tell(_: Any, *, step: int, setting: dict[str, Any], reason: str, **__: Any) -> None:
-        told.append((step, setting["method"], reason))
+    def tell(event: CommunicationChosen) -> None:
+        told.append((event.step, event.setting.method, event.reason))
 
     def measure(_self: MethodSelector, world: World) -> WireFigures:
         return make_even(world.hosts, latency_s=1e-4, bytes_per_s=1e4)
@@ -71,8 +72,8 @@ def _try(
         patch.setattr(MethodSelector, "_measure", measure)
         patch.setattr(switching, "_LEAST_STEPS", 1)
         patch.setattr(switching, "_DOUBT", 1e9)
-        patch.setattr(timed_comparison, "STEPS", EACH)
-        patch.setattr(timed_comparison, "_COUNTED", EACH - 2)
+        patch.setattr(timed_comparison, "STEPS_PER_METHOD", EACH)
+        patch.setattr(timed_comparison, "_TIMED_STEPS", EACH - 2)
         patch.setattr(timed_comparison, "perf_counter", clock)
         engine = build(world, way, tell=tell)
         clock.engine = engine
@@ -103,7 +104,7 @@ def test_the_faster_of_two_stays_and_all_train_as_one_process(
     assert everyone[1][3] == []  # one speaks for all
     assert [step for step, _, _ in told] == [0, EACH, 2 * EACH]
     assert (told[-1][1] == "all-reduce") == torch_wins
-    assert "tried" in told[1][2]
+    assert "timed against" in told[1][2]
     assert "a step" in told[-1][2]
 
 

@@ -73,9 +73,9 @@ class Seq2SeqTransformer(nn.Module):
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """The memory ``(B, S, D)`` that the decoder attends to."""
-        x_BSD, turn = self.embedding(source_BS, lengths)
+        x_BSD, rotation = self.embedding(source_BS, lengths)
         for layer in self.encoder:
-            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, turn=turn, lengths=lengths)
+            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, rotation=rotation, lengths=lengths)
         return self.encoder_norm(x_BSD)
 
     def decode(
@@ -87,12 +87,12 @@ class Seq2SeqTransformer(nn.Module):
     ) -> Tensor:
         """Logits of the next token at each position of the target so far."""
         lengths, memory_lengths = packed
-        x_BTD, turn = self.embedding(target_BT, lengths)
+        x_BTD, rotation = self.embedding(target_BT, lengths)
         for layer in self.decoder:
             x_BTD = layer(
                 x_BTD,
                 causal=True,
-                turn=turn,
+                rotation=rotation,
                 memory_BSD=memory_BSD,
                 memory_mask_BS=source_mask_BS,
                 lengths=lengths,

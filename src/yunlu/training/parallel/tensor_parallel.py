@@ -223,14 +223,14 @@ def _connect_transformer(
             replicated if other is x else _replicate(other, mesh) for other in memory
         )
 
-    def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def shard(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _shard_sequence(args[0], mesh), *args[1:]
 
     for module in list(model.modules()):
         if isinstance(module, Attention | FeedForward):
             module.register_forward_pre_hook(gather)
         elif sequence and isinstance(module, Block):
-            module.register_forward_pre_hook(cut)
+            module.register_forward_pre_hook(shard)
             module.dropout = ShardedDropout(module.dropout.p, mesh)
     if sequence:
         norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
@@ -238,7 +238,7 @@ def _connect_transformer(
         parallelize_module(model, mesh, dict.fromkeys(norms, style), src_data_rank=None)
         for norm in _last_norms(model):
             # A norm on its own, as in a pipeline stage, gets a plain input.
-            norm.register_forward_pre_hook(cut, prepend=True)
+            norm.register_forward_pre_hook(shard, prepend=True)
             _change_output(norm, make_plain)
     if handling is not None:
         _change_output(_last_norms(model)[-1], partial(HeadInput.of, handling=handling))

@@ -517,7 +517,7 @@ def _relink(
         first = _Ways(engine, until=5)
         loop.run(engine, first)
         links = FAR
-        patch.setattr(MethodSelector, "note", note)
+        patch.setattr(MethodSelector, "record", note)
         rest = _Ways(engine)
         loop.run(engine, rest)
         engine.close()

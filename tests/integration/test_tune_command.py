@@ -50,7 +50,7 @@ def tune(
 ) -> Tune:
     """The command in this process, which has imported it already; its trials are toys."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slots, "find_places", find_toys)
+    monkeypatch.setattr(slots, "find_slots", find_toys)
     monkeypatch.setattr(forecast, "plan_alone", refuse_plan)
 
     def call(*words: str | Path) -> Answer:

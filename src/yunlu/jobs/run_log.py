@@ -10,7 +10,7 @@ from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from yunlu.jobs.curves import Point
     from yunlu.runs.fold import GroupGeneration, RunView
@@ -90,7 +90,7 @@ def points(records: Iterable[Record], key: str) -> list[Point]:
     return [(int(record["step"]), record[key]) for record in records if key in record]
 
 
-def step_s(record: Record) -> float:
+def step_s(record: Mapping[str, Any]) -> float:
     """The seconds of a step itself."""
     return sum(record.get(key, 0.0) for key in _IN_STEP)
 

@@ -21,7 +21,7 @@ def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measu
     spans_s, memory_bytes = dict[int, float](), 0
     for record, _ in directory.read_metrics():
         spans_s[record["step"]] = record["data_s"] + record["compute_s"]
-        memory_bytes = max(memory_bytes, record["memory_bytes"])
+        memory_bytes = max(memory_bytes, record.get("memory_bytes", 0))
     spans = list(spans_s.values())
     total_s = _active_seconds(directory)
     price = machine.dollars_per_hour

@@ -1,4 +1,4 @@
-"""How many machines of which offer to have: up when the gain is worth the price, down when idle."""
+"""How many nodes of which offer to have: up when the gain is worth the price, down when idle."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NOTES = ScalingMemory()
 _LIMITS = Limits()
 _RULES = ScalingRules()
 _LIMIT_TEXTS = {
-    "capacity": "no more machines of this kind can be had",
-    "nodes": "the pool's limit of machines is reached",
-    "dollars": "the pool's limit of dollars an hour is reached",
-    "team_devices": "its team's limit of devices is reached",
-    "team_dollars": "its team's limit of dollars an hour is reached",
+    "capacity": "no more nodes of this kind can be rented",
+    "nodes": "the pool's node limit is reached",
+    "dollars": "the pool's limit of dollars per hour is reached",
+    "team_devices": "its team's device limit is reached",
+    "team_dollars": "its team's limit of dollars per hour is reached",
 }
 
 
@@ -113,7 +113,7 @@ def _choose_release(
     limits: Limits,
     rules: ScalingRules,
 ) -> list[NodeLease]:
-    """Idle machines beyond what is wanted, the longest idle first."""
+    """Idle nodes beyond what is wanted, the longest idle first."""
     release: list[NodeLease] = []
     counts = Counter(lease.offer for lease in leases if not lease.is_leaving)
     idle = [lease for lease in leases if lease.idle_since is not None]
@@ -142,7 +142,7 @@ def _follow(
     is_hurried: bool,
     wanting: dict[str, float],
 ) -> tuple[int, Reason]:
-    """From what would be best to what to do now: calmly up, and down only by what is idle."""
+    """From the best number to what to do now: up after a delay, down only by idle nodes."""
     best = max(purchases.nodes.get(offer.key, 0), min(limits.least.get(offer.key, 0), offer.most))
     figures: dict[str, Any] = {
         "held": held,
@@ -161,24 +161,24 @@ def _follow(
             )
         return held, Reason(
             code="waits",
-            text=f"{best - held} more of {offer.key} would pay; waiting whether that lasts.",
+            text=f"{best - held} more of {offer.key} would pay; waiting to see whether that lasts.",
             figures=figures,
         )
     if kept < held:
         return kept, Reason(
-            code="shrunk", text=f"{held - kept} of {offer.key} idle: given back.", figures=figures
+            code="shrunk", text=f"{held - kept} of {offer.key} idle: released.", figures=figures
         )
     if best < held:
         return held, Reason(
             code="lingers",
-            text=f"{held - best} of {offer.key} would not be bought now; kept until idle long enough.",
+            text=f"{held - best} of {offer.key} would not be rented now; kept until idle long enough.",
             figures=figures,
         )
     return held, Reason(code="kept", text=f"{held} of {offer.key} is right.", figures=figures)
 
 
 def _explain(buyer: Buyer, purchases: PurchasePlan) -> Reason:
-    """Why a job is counted on with so many devices."""
+    """Why nodes are rented for so many devices of a job."""
     demand = buyer.demand
     if buyer.size and buyer.offer:
         figures = {"devices": buyer.size, "offer": buyer.offer.key, "goodput": buyer.rate}
@@ -193,9 +193,13 @@ def _explain(buyer: Buyer, purchases: PurchasePlan) -> Reason:
             code=code, text=f"{buyer.size} devices of {buyer.offer.key}.", figures=figures
         )
     if not buyer.offers:
-        return Reason(code="waits_for_offer", text="Waits: no machine it may use can be had now.")
+        return Reason(
+            code="waits_for_offer", text="It waits: no node it may use can be rented now."
+        )
     if not buyer.best:
-        return Reason(code="cannot_run", text="Its model says that it runs on none of the offers.")
+        return Reason(
+            code="cannot_run", text="Its speed model predicts that it cannot run on any offer."
+        )
     cause = next(
         (
             cause
@@ -206,6 +210,7 @@ def _explain(buyer: Buyer, purchases: PurchasePlan) -> Reason:
     )
     if cause is None:
         return Reason(
-            code="not_worth", text="Waits for a better price; the longer, the less choosy."
+            code="not_worth",
+            text="It waits for a better price; the longer it waits, the higher a price it accepts.",
         )
-    return Reason(code=f"limit_{cause}", text=f"Waits: {_LIMIT_TEXTS[cause]}.")
+    return Reason(code=f"limit_{cause}", text=f"It waits: {_LIMIT_TEXTS[cause]}.")

@@ -1,4 +1,4 @@
-"""What is offered, what is held, what is allowed; and how many machines to have."""
+"""Input and output of autoscaling: offers, held nodes, limits; nodes to have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 BOOT_S = 60.0
-"""From asking for a machine until a job can start on it, where nobody has seen one come."""
+"""Seconds from the request of a node until a job can start on it, before one was observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOffer:
-    """Machines of one kind that can be had for a price."""
+    """Nodes of one kind that can be rented at a price."""
 
     key: str
     devices: int
@@ -25,14 +25,14 @@ class NodeOffer:
     dollars_per_hour: float = 0.0
     is_spot: bool = False
     most: int = 1 << 20
-    """How many can be had in all, those that are held included; 0 while there are none."""
+    """How many can be rented in all, held ones included; 0 while there are none."""
     boot_s: float = BOOT_S
-    """From asking for one until a job can start on it."""
+    """Seconds from the request until a job can start on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLease:
-    """A machine that is held, or on its way."""
+    """A node that is held or requested."""
 
     name: str
     offer: str
@@ -40,12 +40,12 @@ class NodeLease:
     idle_since: float | None = None
     """None while a job holds a device of it."""
     is_leaving: bool = False
-    """Told to go (spot taken away, drained): no longer counted on."""
+    """Being preempted or drained: no longer counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamLimit:
-    """What one team may have machines bought for."""
+    """What may be rented for one team."""
 
     devices: int | None = None
     dollars_per_hour: float | None = None
@@ -59,12 +59,12 @@ class Limits:
     dollars_per_hour: float | None = None
     teams: Mapping[str, TeamLimit] = field(default_factory=dict[str, TeamLimit])
     least: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By offer: machines that are kept even when idle."""
+    """By offer: nodes that are kept even when idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRules:
-    """When growing pays, and how calmly to follow."""
+    """When growth pays, and how fast to follow."""
 
     worth: float = 0.5
     """A machine is bought while its dollar brings at least this share of the progress that the
@@ -74,16 +74,16 @@ class ScalingRules:
     patience_s: float = 3600.0
     """A job that has nothing takes dearer machines the longer it waits, any price after this."""
     grow_after_s: float = 30.0
-    """How long more machines must be wanted before they are bought; deadlines do not wait."""
+    """How long more nodes must be wanted before they are requested; deadlines do not wait."""
     idle_s: float = 300.0
-    """How long a machine is idle before it is given back."""
+    """How long a node is idle before it is released."""
     least_life_s: float = 600.0
-    """A machine younger than this is not given back."""
+    """A node younger than this is not released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingMemory:
-    """What one decision tells the next; empty at first, and safe to lose."""
+    """Memory between decisions; empty at first, and safe to lose."""
 
     wanting_since: Mapping[str, float] = field(default_factory=dict[str, float])
     """By offer: since when more were wanted than held."""
@@ -91,12 +91,12 @@ class ScalingMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How many machines to have."""
+    """Number of nodes to have."""
 
     wanted: Mapping[str, int]
     """By offer; offers that are not named: none."""
     release: tuple[str, ...] = ()
-    """Names of machines to give back now."""
+    """Names of nodes to release now."""
     reasons: Mapping[str, Reason] = field(default_factory=dict[str, "Reason"])
     """By key of offer and by id of job."""
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -1,4 +1,4 @@
-"""Who gets which devices: pure functions of what is there and what is asked.
+"""Allocation policies: which job gets which devices. Pure functions of the pool's state.
 
-The pool that runs and the simulator that replays recorded workloads call the same policies.
+The live pool and the simulator that replays recorded workloads call the same policies.
 """

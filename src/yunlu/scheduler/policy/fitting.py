@@ -1,10 +1,10 @@
-"""Learns a job's throughput model from the steps it has made, or jobs like it have.
+"""Fits a job's throughput model to measured steps of the job or of jobs like it.
 
 The loss and the optimism about what was never seen are those of Pollux (OSDI 2021, section 4.1):
 a term without evidence is taken as free, so that the job is tried there. Three things differ: a
 job begins on a few devices at once and leaps further (each step up costs a restart), timings of other
 jobs of the same program count as its own (no ramp at all for a model that the pool knows), and what
-was measured is believed more than the formula (``deviation.py``).
+was measured is trusted more than the formula (``residual_model.py``).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _FLOOR = 1e-8
 _MOST_OVERLAP = 10.0
 _LEAST_OVERLAP = 1.001
 _ACCURATE = 0.03
-"""A new timing that the model tells within this needs no new fit."""
+"""A new timing that the model predicts within this needs no new fit."""
 _MOST_PER_SHAPE = 6
-"""Timings of one shape that a fit looks at: more batch sizes only make it slower."""
+"""Timings of one shape that are fitted: more batch sizes only make it slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitter:
-    """Makes models of what was seen: an :class:`~...observations.Estimator`."""
+    """Fits speed models to observations: an :class:`~...observations.Estimator`."""
 
     leap: int = 4
     """How many times the largest size seen so far a job may be tried with."""
     first_devices: int = 4
-    """The largest size for a program that nobody has seen."""
+    """The largest size for a program that was never observed."""
 
     def __call__(self, seen: Observations, before: SpeedModel | None) -> FittedSpeed:
         """The model of a job, from its own timings and those of its program."""
@@ -72,7 +72,7 @@ class Fitter:
 
 
 def fit_throughput(timings: Sequence[StepTiming]) -> Throughput:
-    """The seven parameters that tell these timings best, and what they are off by.
+    """The seven parameters that fit these timings best, with the residuals.
 
     All timings are of one type of device.
     """
@@ -80,7 +80,7 @@ def fit_throughput(timings: Sequence[StepTiming]) -> Throughput:
 
 
 def _renew(before: Throughput | None, timings: Sequence[StepTiming]) -> Throughput:
-    """The formula as it was while it tells the timings; what it is off by is learnt from all."""
+    """The old formula while it fits the timings; residuals are learnt from all timings."""
     if before is None or not _is_accurate(before, timings):
         return fit_throughput(timings)
     return _correct(before, timings)
@@ -106,7 +106,7 @@ def _fit_types(merged: Sequence[StepTiming], last: FittedSpeed | None) -> dict[s
 
 
 def _is_accurate(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
-    """Whether the model knows every shape of these timings, and how long its steps take."""
+    """Whether the model knows every shape of these timings and predicts them well."""
     points = _Points.of(timings)
     known = throughput.measured
     shapes = set(zip(known.nodes, known.devices, strict=True)) if known is not None else set()
@@ -119,7 +119,7 @@ def _is_accurate(throughput: Throughput, timings: Sequence[StepTiming]) -> bool:
 
 
 def _first_noise(points: Sequence[NoisePoint]) -> GradientNoise | None:
-    """What the noise of other jobs was when they began."""
+    """Gradient noise of other jobs at their start."""
     return min(points, key=lambda point: point.done).noise if points else None
 
 
@@ -200,7 +200,7 @@ def _bound(points: _Points) -> tuple[Floats, Floats, Floats]:
 
 
 def _compute_loss(logs: Floats, points: _Points) -> tuple[float, Floats]:
-    """How far the formula is off, and where to it falls."""
+    """Loss of the formula, and its gradient."""
     values = np.exp(logs)
     overlap = values[6]
     more = np.maximum(points.devices - 2, 0)
@@ -255,7 +255,7 @@ def _finish(fitted: Floats, points: _Points) -> Throughput:
 
 
 def _correct(throughput: Throughput, timings: Sequence[StepTiming]) -> Throughput:
-    """With what the formula is off by, wherever it was measured."""
+    """The formula with its residuals wherever it was measured."""
     plain = replace(throughput, measured=None)
     points = _Points.of(timings)
     at = points.nodes, points.devices, points.local

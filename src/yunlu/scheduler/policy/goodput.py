@@ -1,9 +1,9 @@
 """How fast a job trains usefully: throughput times statistical efficiency, and the batch to take.
 
-The model is that of Pollux (Qiao et al., OSDI 2021, section 3): seven parameters tell the time of
+The model is that of Pollux (Qiao et al., OSDI 2021, section 3): seven parameters predict the time of
 a step from nodes, devices and samples per device; the gradient noise scale (McCandlish et al.,
-arXiv 1812.06162) tells what a sample of a larger batch is worth. Everything is a table over shapes
-(devices on so many nodes), so that a thousand jobs are told at once.
+arXiv 1812.06162) gives the value of a sample of a larger batch. Everything is a table over shapes
+(devices on so many nodes), so that a thousand jobs are predicted at once.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Throughput:
     link_s_per_device: float
     overlap: float
     measured: ResidualModel | None = None
-    """How much longer steps really took than the formula says."""
+    """Residuals of the formula where steps were measured."""
 
     def predict_gradient_s(self, local: Floats) -> Floats:
         """Seconds of one forward and backward of so many samples on each device."""
         return self.gradient_s + self.gradient_s_per_sample * local
 
     def predict_allreduce_s(self, nodes: Ints, devices: Ints) -> Floats:
-        """Seconds of summing gradients over devices, were nothing else to do."""
+        """Seconds of the all-reduce of gradients by itself."""
         more = np.maximum(devices - 2, 0)
         between = self.network_s + self.network_s_per_device * more
         within = self.link_s + self.link_s_per_device * more
@@ -84,7 +84,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class ShapeList:
-    """Ways to hold devices that are worth a look: so many on so many nodes."""
+    """Shapes as a hashable key: devices, and nodes they are on."""
 
     nodes: tuple[int, ...]
     devices: tuple[int, ...]
@@ -96,7 +96,7 @@ class ShapeList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedSpeed:
-    """The fitted model of one job: what the policies ask, and what chooses its batch."""
+    """Fitted speed model of one job: its goodput in any shape, and its best batch."""
 
     throughputs: Mapping[str, Throughput]
     """By type of device; a type it lacks is one the job has never run on."""
@@ -104,13 +104,13 @@ class FittedSpeed:
     noise: GradientNoise | None = None
     """None before the first step: then a batch larger than the job's own is worth nothing."""
     max_devices: int = 1 << 30
-    """More than this is too far from what has been measured to be believed."""
+    """Largest size that is near enough to what was measured to be predicted."""
     multiple: int = 1
     """Only multiples of this can be used: a copy of the model takes so many."""
     slowdown: float = 1.0
     """How much slower the job really runs than its model says."""
     timings: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
-    """What it was fitted to, so that nobody fits to the same again."""
+    """What it was fitted to, so that it is not fitted to the same again."""
     shared: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
 
     def goodput(

@@ -1,9 +1,9 @@
-"""One size per job within so many devices: the multiple-choice knapsack, exactly.
+"""One size per job within a capacity: the multiple-choice knapsack, solved exactly.
 
 Small pools are solved by dynamic programming over devices. Large ones are first priced (one
-Lagrangian price per device): the bound that gives rules out almost every other choice of almost
+Lagrangian price per device): the resulting bound rules out almost every other choice of almost
 every job, and the same programme is run over the few that are left (Pisinger's core idea, Eur. J.
-Oper. Res. 83, 1995). The answer says how far from the best it can be at most; 0 is exact.
+Oper. Res. 83, 1995). The solution has a bound on its gap to the optimum; 0 is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 IDLE = -1
 _WHOLE = 4_000_000
-"""Up to so many sums everything is decided at once."""
+"""Up to this many sums the whole problem is solved at once."""
 _FIRST_CORE = 48
 _LAST_CORE = 192
 _HALVINGS = 45
@@ -32,19 +32,19 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackSolution:
-    """Which size each job gets."""
+    """Size of each job."""
 
     picks: Ints
     """Column of each job; ``IDLE`` is none."""
     price: float
-    """What one more device would be worth; 0 where nobody wants it."""
+    """Marginal value of a device; 0 where no job gains from one."""
     gap: float
-    """How much better the best choice can be at most."""
+    """Upper bound on the distance to the optimum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamLimits:
-    """Jobs that share limits: at least and at most so many devices together."""
+    """Jobs of one team, and how many devices they hold together."""
 
     rows: Ints
     min_devices: int
@@ -105,7 +105,7 @@ def _with_idle(values: Floats, sizes: Ints, must_run: NDArray[np.bool_]) -> tupl
 
 
 def _programme(table: Floats, widths: Ints, capacity: int) -> tuple[Floats, Ints]:
-    """Best value for exactly up to each number of devices, and the column each job takes there."""
+    """Best value for up to each number of devices, and the column each job takes there."""
     pad = int(widths.max())
     index = np.arange(capacity + 1)[None, :] + (pad - widths)[:, None]
     padded = np.full(capacity + 1 + pad, -np.inf)
@@ -131,7 +131,7 @@ def _trace(back: Ints, widths: Ints, used: int) -> Ints:
 
 
 def _marginal(best: Floats, capacity: int) -> float:
-    """What the last devices brought, smoothed over a few."""
+    """Value of the last devices, averaged over a few."""
     reach = min(8, capacity)
     if reach == 0 or not np.isfinite(best[capacity - reach]):
         return 0.0
@@ -141,7 +141,7 @@ def _marginal(best: Floats, capacity: int) -> float:
 def _join(
     total: Floats, best: Floats, min_devices: int, max_devices: int, capacity: int
 ) -> tuple[Floats, Ints]:
-    """Give one more group its share, between its limits; what is left over goes to later ones."""
+    """Add one team with a share between its limits; later teams get what is left."""
     joined = np.full(capacity + 1, -np.inf)
     share = np.zeros(capacity + 1, dtype=np.int64)
     for own in range(min_devices, min(max_devices, capacity) + 1):
@@ -206,7 +206,7 @@ def _find_price(table: Floats, widths: Ints, capacity: int) -> tuple[float, floa
 
 
 def _fill(picks: Ints, larger: Ints, widths: Ints, capacity: int) -> Ints:
-    """Of those who are torn between two sizes, let as many have the larger as fit."""
+    """Of the jobs that are indifferent between two sizes, as many get the larger as fit."""
     picks = picks.copy()
     left = capacity - int(widths[picks].sum())
     more = widths[larger] - widths[picks]

@@ -1,4 +1,4 @@
-"""The exact finish of a choice: dynamic programming over what is left of each kind.
+"""Exact solution of the core of a knapsack: dynamic programming over free devices of each group.
 
 Few options survive the bound of the dual, and most jobs keep what the prices gave them. What
 remains is decided over a grid of devices used of each kind: all of them where the pool is small,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_CELLS = 20_000
 _MOST_WORK = 4_000_000
-"""Cells of the grid, and that many times the options to try there; a larger one is narrowed."""
+"""Limits on the cells of the grid, and on cells times options; a larger grid is narrowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class OpenChoices:
     """Whose option a row is; ascending."""
     worth: Floats
     load: Ints
-    """Devices of each kind it takes, rows x kinds."""
+    """Devices of each group it takes, rows x groups."""
     room: Ints
-    """Devices of each kind that these jobs can have."""
+    """Devices of each group that these jobs can have."""
     reference: Ints
     """The row of each job in the best choice so far, which fits the room."""
 
@@ -68,7 +68,7 @@ def solve_core(rest: OpenChoices) -> Ints:
 
 
 def _reach(rest: OpenChoices) -> Ints:
-    """How far from the reference, or from nothing, the grid goes in each kind."""
+    """How far from the reference, or from nothing, the grid goes in each group."""
     reach = rest.room.copy()
     most = min(_MOST_CELLS, _MOST_WORK // max(len(rest.jobs), 1))
     while np.prod(np.where(reach >= rest.room, rest.room + 1, 2 * reach + 1)) > most:

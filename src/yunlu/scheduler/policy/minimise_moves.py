@@ -1,7 +1,7 @@
-"""The same decision on other machines of the same kind, so that few runs have to move. Pure.
+"""Relabel equal nodes of a decision so that few runs have to move. Pure.
 
-A policy says who gets how much on which machine, but machines that are alike may change their roles:
-that costs nothing, and a run that keeps the machine that it is led from is resized without a stop.
+A policy decides how many devices of which node each job gets, but equal nodes are interchangeable:
+exchanging them costs nothing, and a run that keeps the node of its coordinator is resized without a stop.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand
 
 _LEAD = 1000
-"""To stay where it is led from is worth more to a run than any number of other devices."""
+"""Weight of keeping the coordinator's node: more than any number of other devices."""
 
 
 def minimise_moves(
     placements: Mapping[str, Placement], jobs: Sequence[Demand], nodes: Sequence[Node]
 ) -> dict[str, Placement]:
-    """Exchange machines that are alike, so that as much as can be stays where it is.
+    """Exchange equal nodes so that as many devices as possible stay with their jobs.
 
     Args:
-        placements: What was decided.
-        jobs: What they hold; the first machine of each is the one that it is led from.
-        nodes: All machines.
+        placements: The decision.
+        jobs: What they hold; the first node of each is that of its coordinator.
+        nodes: All nodes.
     """
     fixed = {name for job in jobs if job.is_pinned for name, _ in job.held.shares}
     roles: dict[str, str] = {}
@@ -42,7 +42,7 @@ def minimise_moves(
 
 
 def _group(nodes: Sequence[Node], fixed: set[str]) -> Iterator[list[str]]:
-    """Names of machines that nothing but their names tells apart."""
+    """Names of nodes that differ in nothing but their names."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for node in nodes:
         if node.name not in fixed:
@@ -54,7 +54,7 @@ def _group(nodes: Sequence[Node], fixed: set[str]) -> Iterator[list[str]]:
 def _weigh(
     placements: Mapping[str, Placement], jobs: Sequence[Demand], alike: set[str]
 ) -> dict[tuple[str, str], int]:
-    """By role and machine: what would stay, were the machine to play it."""
+    """By decided node and actual node: devices that would stay if one replaced the other."""
     worth: defaultdict[tuple[str, str], int] = defaultdict(int)
     for job in jobs:
         placed = placements.get(job.id)
@@ -70,7 +70,7 @@ def _weigh(
 
 
 def _match(alike: Sequence[str], worth: Mapping[tuple[str, str], int]) -> dict[str, str]:
-    """A machine for each role: the best pairs first; who is in none keeps its own, if it can."""
+    """An actual node for each decided node: best pairs first; the others keep their own, if possible."""
     roles: dict[str, str] = {}
     taken: set[str] = set()
     pairs = sorted(worth.items(), key=lambda one: (-one[1], one[0][0] != one[0][1], one[0]))
@@ -81,6 +81,6 @@ def _match(alike: Sequence[str], worth: Mapping[tuple[str, str], int]) -> dict[s
             taken.add(name)
     left = [name for name in alike if name not in taken]
     roles |= dict(zip((role for role in alike if role not in roles), left, strict=True))
-    # The best pairs are not always the best whole: never worse than as it was decided.
+    # The best pairs are not always the best matching: never worse than the decision itself.
     gained = sum(worth.get(pair, 0) for pair in roles.items())
     return roles if gained > sum(worth.get((name, name), 0) for name in alike) else {}

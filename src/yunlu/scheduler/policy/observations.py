@@ -1,6 +1,6 @@
-"""What has been seen of a job while it ran, and what an estimator makes of it.
+"""Observations of a running job, and the interface of estimators that fit a speed model to them.
 
-The live pool and the simulator both hand these values over; neither knows how a speed is fitted.
+The live pool and the simulator both pass these values; neither knows how a speed is fitted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from yunlu.scheduler.policy.values import Speed
 
 
 class StepTiming(NamedTuple):
-    """How long steps took in one configuration, measured."""
+    """Measured time of steps in one configuration."""
 
     device_type: str
     nodes: int
@@ -47,7 +47,7 @@ class NoisePoint(NamedTuple):
 
 
 class BatchSplit(NamedTuple):
-    """How a step is cut up: every device makes ``accumulation`` passes and one more."""
+    """Split of a global batch: every device makes ``accumulation`` passes and one more."""
 
     local: int
     accumulation: int = 0
@@ -59,7 +59,7 @@ class BatchSplit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Within what a job's batch may be chosen."""
+    """Limits of a job's batch."""
 
     base: int
     """The batch that its learning rate is meant for: one useful sample is a sample of it."""
@@ -74,7 +74,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """All that has been learnt about a job so far."""
+    """All observations of a job so far."""
 
     signature: str
     """What jobs alike have in common: their timings are interchangeable."""
@@ -117,7 +117,7 @@ _EPSILON = 1e-8
 
 
 def split_batch(limits: BatchLimits, total: int, devices: int) -> BatchSplit:
-    """Cut a whole batch up for so many devices, as few passes as fit; may round it up a little."""
+    """Split a global batch over devices, with as few passes as fit; may round it up a little."""
     local = math.ceil(total / devices - _EPSILON)
     accumulation = math.ceil(local / limits.local_most - _EPSILON) - 1
     if devices == 1 and total > limits.base:
@@ -136,6 +136,6 @@ def clamp_batch(limits: BatchLimits, batch: BatchSplit, devices: int) -> BatchSp
 
 
 def starting_batch(limits: BatchLimits, devices: int) -> BatchSplit:
-    """What to run with while nothing is known."""
+    """The batch to start with before anything was measured."""
     wanted = limits.fixed or max(limits.base, limits.local_least * devices)
     return split_batch(limits, wanted, devices)

@@ -1,7 +1,8 @@
-"""From numbers of devices to machines: who is unchanged stays, the rest is packed around them.
+"""Bin packing of jobs onto nodes: unchanged jobs stay, the others are packed around them.
 
-Whole machines first, then the largest first into the fullest machine that takes them, so that
-free devices stay together. Where the free ones are in pieces, the smallest neighbours make room.
+Whole nodes first, then the largest job first into the fullest node that takes it (best fit
+decreasing), so that free devices stay together. Where free devices are fragmented, the smallest
+neighbours are moved.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """So many devices for a job."""
+    """Devices that a job is to be placed on."""
 
     id: str
     devices: int
     held: Placement = NOTHING
     stays: bool = False
-    """Has as many as it wants: best left where it is."""
+    """Holds as many as it is to get: left where it is, if possible."""
     is_pinned: bool = False
-    """Must be left where it is."""
+    """Must stay where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedJobs:
-    """Where everybody is."""
+    """Placements of all jobs."""
 
     placements: dict[str, Placement]
     moved: frozenset[str]
-    """Jobs that made room: as many devices as before, elsewhere."""
+    """Jobs that made room: as many devices as before, on other nodes."""
     unplaced: frozenset[str]
-    """Jobs for whom the pool has not enough devices, or only on machines that are leaving."""
+    """Jobs for which the pool has too few devices on nodes that stay."""
 
 
 def place(nodes: Sequence[Node], wants: Iterable[PlacementRequest]) -> PlacedJobs:
-    """Find machines for all; devices are never promised twice."""
+    """Place all jobs; no device is given twice."""
     floor = _NodeSpace(nodes)
     first = sorted(wants, key=lambda want: not want.is_pinned)
     out = [want for want in first if not (_may_stay(want) and floor.keep(want))]
     unplaced: set[str] = set()
     moved: set[str] = set()
-    # The largest first; of equals in the order given, those who made room last.
+    # The largest first; of equals in the order given, jobs that made room last.
     waiting = [(-want.devices, number, want) for number, want in enumerate(out)]
     heapify(waiting)
     number = len(waiting)
@@ -78,7 +79,7 @@ def _may_stay(want: PlacementRequest) -> bool:
 
 
 class _NodeSpace:
-    """The machines while places are given out."""
+    """Free devices of all nodes while jobs are placed."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.size = {node.name: node.devices for node in nodes}
@@ -97,7 +98,7 @@ class _NodeSpace:
         self.homes: dict[str, Placement] = {}
 
     def keep(self, want: PlacementRequest) -> bool:
-        """Leave a job where it is, if its machines are still there and stay."""
+        """Leave a job where it is, if its nodes are present and do not leave."""
         for name, count in want.held.shares:
             is_gone = name in self.leaving and not want.is_pinned
             if is_gone or count > self.free.get(name, 0):
@@ -106,11 +107,11 @@ class _NodeSpace:
         return True
 
     def is_home(self, job: str) -> bool:
-        """Whether a job that had to move found its old place again."""
+        """Whether a job that was evicted was placed where it was before."""
         return self.homes.get(job) == self.placements.get(job)
 
     def find_room(self, want: PlacementRequest) -> list[PlacementRequest] | None:
-        """Settle a job; those who had to leave for it, or None if it cannot be done."""
+        """Place a job; the jobs that were evicted for it, or None if it does not fit."""
         if self.room < want.devices:
             return None
         if want.devices <= self.most:
@@ -128,7 +129,7 @@ class _NodeSpace:
         return evicted
 
     def _best_fit(self, devices: int, held: Placement = NOTHING) -> str | None:
-        """The fullest machine that still takes so many; the job's own among equals."""
+        """The fullest node that still takes so many; one the job holds among equals."""
         for free in sorted(self.by_free):
             names = self.by_free[free]
             if free < devices or not names:
@@ -138,7 +139,7 @@ class _NodeSpace:
         return None
 
     def _span(self, want: PlacementRequest) -> Placement:
-        """Whole machines, near each other; the rest on the fullest that takes it."""
+        """Whole nodes, near each other; the rest on the fullest node that takes it."""
         left = want.devices
         shares: dict[str, int] = {}
         own = {name for name, _ in want.held.shares}
@@ -158,7 +159,7 @@ class _NodeSpace:
         return self._order(shares)
 
     def _near(self, devices: int, own: set[str]) -> list[str]:
-        """Empty machines: those of one network that has just enough first, the largest first."""
+        """Empty nodes: those of the smallest network domain that suffices first, the largest first."""
         empty = [
             name
             for free, names in self.by_free.items()
@@ -191,7 +192,7 @@ class _NodeSpace:
         return self._order(shares)
 
     def _clear_part(self, devices: int) -> list[PlacementRequest] | None:
-        """Make room on the machine where the fewest devices have to move, if they fit elsewhere."""
+        """Make room on the node where the fewest devices have to move."""
         best: tuple[int, int, str] | None = None
         for free, names in self.by_free.items():
             for name in names:
@@ -208,7 +209,7 @@ class _NodeSpace:
         return gone
 
     def _leavers(self, name: str, needed: int, below: int) -> list[PlacementRequest] | None:
-        """The smallest jobs that live on this machine alone and give back as many as needed."""
+        """The smallest jobs on this node alone that free as many devices as needed."""
         matches: list[PlacementRequest] = []
         for want in sorted(self.tenants.get(name, {}).values(), key=lambda want: want.devices):
             if needed <= 0:
@@ -220,7 +221,7 @@ class _NodeSpace:
         return matches if needed <= 0 else None
 
     def _clear_whole(self, count: int) -> list[PlacementRequest]:
-        """Empty the least used machines until there are enough whole ones."""
+        """Empty the least used nodes until there are enough whole ones."""
         whole = [name for name, free in self.free.items() if free == self.most]
         missing = count - len([name for name in whole if name not in self.leaving])
         gone: list[PlacementRequest] = []

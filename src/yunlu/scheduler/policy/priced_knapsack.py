@@ -1,7 +1,7 @@
-"""One option per job under several capacities: prices, repair, and an exact finish.
+"""One option per job under several capacities: prices, repair, and an exact core.
 
-The multiple-choice knapsack with one capacity per kind of device. Its Lagrangian dual has one
-price per kind; smoothed by log-sum-exp it is minimised by a few Newton steps over an array of
+The multiple-choice knapsack with one capacity per group of devices. Its Lagrangian dual has one
+price per group; smoothed by log-sum-exp it is minimised by a few Newton steps over an array of
 jobs x options. At the prices found nearly every job already has its best option; the rest is
 repaired greedily, and where the gap to the dual bound is still worth it a dynamic programme decides
 among the few options that the bound has not ruled out. Deterministic: no clock and no chance.
@@ -37,20 +37,20 @@ _MOST_LEFT = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedSolution:
-    """Which option each job gets, and how good that is at most and at least."""
+    """Option of each job, its total value, and an upper bound on it."""
 
     picks: Ints
     """Option of each job; ``IDLE`` is none."""
     prices: Floats
-    """What a device of each kind is worth."""
+    """Price of a device of each group."""
     value: float
     bound: float
-    """No choice is worth more."""
+    """No solution has a higher value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """The options all jobs choose from: so many devices of one kind."""
+    """Options of all jobs: a number of devices of one group."""
 
     sizes: Floats
     kinds: Ints
@@ -58,7 +58,7 @@ class DeviceOptions:
 
     @property
     def load(self) -> Floats:
-        """Devices of each kind that each option takes, options x kinds."""
+        """Devices of each group that each option takes, options x groups."""
         load = np.zeros((len(self.sizes), len(self.capacities)))
         load[np.arange(len(self.sizes)), self.kinds] = self.sizes
         return load
@@ -102,12 +102,12 @@ def solve_priced(
 
 
 def _value(table: Floats, picks: Ints) -> float:
-    """What a choice is worth."""
+    """Total value of a solution."""
     return float(table[np.arange(len(picks)), picks].sum())
 
 
 def _usual(worth: Floats) -> float:
-    """What a usual job is worth at best: a few that are worth a thousand times more do not count."""
+    """Best value of the median job, so that a few of a thousand times the value do not count."""
     top = worth.max(axis=1)
     top = top[top > 0]
     return float(np.median(top)) if len(top) else 1e-12
@@ -203,7 +203,7 @@ def _repair(table: Floats, net: Floats, options: DeviceOptions) -> Ints:
 
 
 def _shed(kind: int, picks: Ints, used: Floats, net: Floats, options: DeviceOptions) -> None:
-    """Take devices of a kind from the jobs that lose least by each, until it fits."""
+    """Take devices of one group from the jobs that lose least per device, until it fits."""
     same = np.append(np.flatnonzero(options.kinds == kind), IDLE)
     sizes = np.append(options.sizes, 0.0)[same]
     while used[kind] > options.capacities[kind]:
@@ -222,7 +222,7 @@ def _shed(kind: int, picks: Ints, used: Floats, net: Floats, options: DeviceOpti
 
 
 def _fill(picks: Ints, used: Floats, table: Floats, options: DeviceOptions) -> None:
-    """Give what is left over to the jobs that gain most by each device."""
+    """Give free devices to the jobs that gain most per device."""
     sizes = np.append(options.sizes, 0.0)
     jobs = np.arange(len(table))
     for _ in range(8):

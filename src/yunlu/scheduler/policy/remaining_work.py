@@ -1,7 +1,7 @@
-"""How much work is left in a job whose owner has not said so.
+"""Remaining work of a job that does not declare it.
 
-From what jobs before it took until they left the pool: first of the same program (where that may
-be used), then of anyone. Among strangers the guess is Gittins' (Aalto, Ayesta and Righter,
+Predicted from the work of earlier jobs: of the same program (where that may be used), else of all
+jobs. For a new program the estimate is the Gittins index (Aalto, Ayesta and Righter,
 Queueing Systems 63, 2009): the best ratio of time spent to chance of an end, given how much the
 job has had already. A job of an age where many others ended is treated as nearly done.
 """
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 256
 _IMAGINED = np.geomspace(60.0, 600_000.0, 13)
-"""Before anything has ended: any length is as likely as one ten times that long."""
+"""Prior before any job has ended: log-uniform work."""
 _OVERTIME = 0.05
-"""A job that takes longer than any before it: what is left, as a share of what is done."""
+"""Remaining work of a job that is longer than any before it, as a share of what is done."""
 _CONFIDENT = 24
-"""So many ends outweigh imagination."""
+"""Number of ended jobs that outweigh the prior."""
 
 
 @dataclass(slots=True)
 class WorkHistory:
-    """What jobs took: in device-seconds at their least size, and in useful samples by program."""
+    """Work of ended jobs: device-seconds at their smallest size, and useful samples by program."""
 
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     samples: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
@@ -43,7 +43,7 @@ class WorkHistory:
             self.samples.setdefault(program, deque(maxlen=_REMEMBERED)).append(samples)
 
     def predict_samples_left(self, program: str, done: float) -> float | None:
-        """Useful samples left by what the program took before; None if it is new."""
+        """Useful samples left according to earlier jobs of the program; None if it is new."""
         known = self.samples.get(program)
         if not known:
             return None
@@ -51,7 +51,7 @@ class WorkHistory:
         return float(np.mean(longer)) if longer else _OVERTIME * done
 
     def predict_left_s(self, attained_s: Floats) -> Floats:
-        """Device-seconds left by what all jobs took, given what each has had."""
+        """Device-seconds left according to all ended jobs, given what each has had."""
         weight = np.full(len(self.took_s), 1.0)
         imagined = max(_CONFIDENT - len(self.took_s), 1) / _CONFIDENT
         took = np.concatenate([_IMAGINED, np.array(self.took_s)])
@@ -61,7 +61,7 @@ class WorkHistory:
 
 
 def _gittins(took: Floats, weight: Floats, attained: Floats) -> Floats:
-    """Least expected time spent per chance of an end, over all spans to wait for one."""
+    """Least expected time per probability of completion, over all horizons."""
     rest = took[None, :] - attained[:, None]
     mass = np.where(rest > 0, weight[None, :], 0.0)
     spent = np.cumsum(mass * np.maximum(rest, 0.0), axis=1)
@@ -70,5 +70,5 @@ def _gittins(took: Floats, weight: Floats, attained: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (spent + beyond * np.maximum(rest, 0.0)) / ended
     ratio = np.where(ended > 0, ratio, np.inf).min(axis=1)
-    # Older than anyone before it: as much again as it has had.
+    # Older than any job before it: as much again as it has had.
     return np.where(np.isfinite(ratio), ratio, np.maximum(attained, 60.0))

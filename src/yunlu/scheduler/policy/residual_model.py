@@ -1,11 +1,11 @@
-"""What the formula for the time of a step is off by, learnt from the steps that were measured.
+"""Residuals of the step-time formula, learnt from measured steps.
 
 A formula with seven parameters is a few per cent off: kernels like some batches better than others,
 and the sum of gradients hides behind the backward pass from some batch on. That is as much as
-choosing between two batches is about. So what it is off by (the logarithm of measured over told) is
-taken for a Gaussian process over shapes and samples of a device (kriging): where a step was measured
-that is believed, close by it is told in part, and where nothing was tried the formula stands,
-corrected by what the shape, or the nearest one, is off by as a whole.
+choosing between two batches is about. So the residual (the logarithm of measured over predicted time) is
+modelled as a Gaussian process over shapes and samples per device (kriging): a measurement is trusted
+where it was made, partly in its neighbourhood, and elsewhere the formula holds, corrected by the mean
+residual of the shape or the nearest one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 _SHAPE_SPREAD = 0.15
-"""How far a whole shape is off, usually."""
+"""Standard deviation of the mean residual of a shape."""
 _SHAPE_REACH = 4.0
 """How far that holds for other numbers of devices, as a logarithm: very far, since a shape is not
 better for never having been tried."""
 _BATCH_SPREAD = 0.06
-"""How far one batch of a shape is off beyond that."""
+"""Standard deviation of one batch of a shape around that."""
 _BATCH_REACH = 0.2
-"""How far that holds for other batches, as a logarithm."""
+"""Length scale over other batches, as a logarithm."""
 _BATCH_SHAPE_REACH = 1.0
-"""How far it holds for other numbers of devices."""
+"""Length scale over other numbers of devices."""
 _DOUBT = 0.01
-"""How far a measurement itself is off."""
+"""Standard deviation of a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualModel:
-    """What was measured where, and what each measurement says about its surroundings."""
+    """Measured points and their kriging weights."""
 
     nodes: tuple[int, ...]
     devices: tuple[int, ...]
@@ -51,13 +51,13 @@ class ResidualModel:
         return hash(self.weights)
 
     def predict_factor(self, nodes: Ints, devices: Ints, local: Floats) -> Floats:
-        """How many times as long as the formula says a step takes."""
+        """Ratio of the real time of a step to that of the formula."""
         known = np.array(self.nodes), np.array(self.devices), np.array(self.local)
         return np.exp(_covariance((nodes, devices, local), known) @ np.array(self.weights))
 
 
 def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> ResidualModel:
-    """From measurements, each with the logarithm of how many times as long as told it took."""
+    """Fit to measurements, each with the logarithm of measured over predicted time."""
     at = nodes, devices, local
     doubt = _DOUBT**2 * np.eye(len(off))
     weights = np.linalg.solve(_covariance(at, at) + doubt, off)
@@ -70,7 +70,7 @@ def fit_residuals(nodes: Ints, devices: Ints, local: Floats, off: Floats) -> Res
 
 
 def _covariance(at: tuple[Ints, Ints, Floats], known: tuple[Ints, Ints, Floats]) -> Floats:
-    """The covariance of each place (leading axes) with each known one (the last axis)."""
+    """Covariance of each point (leading axes) with each known point (the last axis)."""
     nodes, devices, local = (item[..., None] for item in at)
     # Within a node and between nodes, gradients are summed over different wires.
     is_alike = (nodes > 1) == (known[0] > 1)

@@ -1,4 +1,4 @@
-"""What a job would achieve on each type of device, also on those it has never run on."""
+"""Speed of a job on each device type, including types it has never run on."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 class DeviceTypePrior(Protocol):
-    """What is known of a program on a type of device before it has run there."""
+    """Prior knowledge of a program on a device type, before it has run there."""
 
     def limits(self, seen: Observations, device_type: str) -> BatchLimits | None:
-        """Within what its batch may be chosen there; None where it cannot run at all."""
+        """Limits of its batch there; None where it cannot run at all."""
         ...
 
     def local_most(
         self, seen: Observations, device_type: str, nodes: int, devices: int
     ) -> int | None:
-        """The most samples that fit a device in that very shape; None is no word on it."""
+        """The most samples that fit a device in that shape; None if unknown."""
         ...
 
     def most_devices(self, seen: Observations, device_type: str) -> int | None:
-        """More than this it cannot use there; None is no word on it."""
+        """The most devices it can use there; None if unknown."""
         ...
 
     def multiple(self, seen: Observations, device_type: str) -> int:
@@ -87,7 +87,7 @@ class SpeedByType:
 
     by_type: Mapping[str, FittedSpeed]
     fit: FittedSpeed
-    """What was really fitted, whatever the types of the pool."""
+    """The fit to the types it has run on."""
     seen: Observations = field(compare=False, repr=False)
     prior: DeviceTypePrior = field(compare=False, repr=False)
 
@@ -111,16 +111,16 @@ class SpeedByType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossTypeFitter:
-    """Makes models for all types of a pool: an :class:`~...observations.Estimator`.
+    """Fits models for all types of a pool: an :class:`~...observations.Estimator`.
 
-    A type without timings is told from one with them: the same curve, as much faster or slower
-    as one device is than the other (Sia, SOSP'23, section 3.3).
+    A type without timings is projected from one with them: the same curve, scaled by the ratio of
+    the speeds of single devices (Sia, SOSP'23, section 3.3).
     """
 
     types: tuple[str, ...]
     prior: DeviceTypePrior = field(default_factory=NoDeviceTypePrior)
     fitter: Fitter = field(default_factory=lambda: Fitter(leap=2, first_devices=1))
-    """Carefully: a wrong guess is told on to the other types."""
+    """With small leaps: a wrong estimate is projected to the other types."""
 
     def __call__(self, seen: Observations, before: SpeedModel | None) -> SpeedByType:
         """The model of a job, from its own timings and those of its program."""
@@ -156,7 +156,7 @@ class CrossTypeFitter:
 
 _LINEAR_SAMPLES_PER_S = 1e3
 _LINEAR = Throughput(1e-8, 1 / _LINEAR_SAMPLES_PER_S, 1e-8, 1e-8, 1e-8, 1e-8, 1.0)
-"""A program of which only the speed of one device is known: it scales perfectly until tried."""
+"""A program of which only the speed of one device is known: linear scaling until measured."""
 
 
 def scale_throughput(throughput: Throughput, ratio: float) -> Throughput:
@@ -173,7 +173,7 @@ def scale_throughput(throughput: Throughput, ratio: float) -> Throughput:
 
 
 def _best_known(throughputs: Mapping[str, Throughput], timings: Sequence[StepTiming]) -> str | None:
-    """The type of which most is known; the first by name among equals."""
+    """The type with the most timings; the first by name among equals."""
     counts = {name: sum(t.device_type == name for t in timings) for name in sorted(throughputs)}
     return max(counts, key=counts.__getitem__, default=None)
 

@@ -1,7 +1,7 @@
-"""The choice under several capacities where teams have limits, too.
+"""The knapsack under several capacities with limits for teams.
 
-A team above its limit pays a toll for each device, one below what it may claim is paid one. Tolls
-are found by halving; what is still too much after that is taken from the jobs that lose least.
+A team above its limit pays a toll per device, a team below its quota receives one. Tolls are found by
+bisection; what a team still holds beyond its limit is taken from the jobs that lose least.
 """
 
 from __future__ import annotations

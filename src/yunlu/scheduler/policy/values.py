@@ -1,4 +1,4 @@
-"""What an allocator is told, and what it answers. Values only; instants and spans in seconds."""
+"""Input and output of allocation policies. Values only; instants and spans in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Speed(Protocol):
-    """What a job would achieve: its fitted model of throughput and noise."""
+    """Speed model of a job: throughput and statistical efficiency."""
 
     def goodput(
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
@@ -30,16 +30,16 @@ class Speed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Who shares the pool, and how much of it is theirs."""
+    """A team that shares the pool, and its quota."""
 
     name: str
     quota: int | None = None
-    """Devices that are always theirs to claim; without a word, an equal share of all."""
+    """Devices it can always claim; by default a share of the pool by weight."""
     borrow: int | None = None
-    """How many more it may hold while nobody else wants them; without a word, any number."""
+    """How many more it may hold while no other team claims them; by default any number."""
     weight: float = 1.0
     used_device_s: float = 0.0
-    """What it has used lately, halved as time goes by."""
+    """Recent usage, with exponential decay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +50,29 @@ class Demand:
     submitted_at: float
     speed: Speed
     remaining: float | None = None
-    """Useful samples still to be trained; None where nobody has said how long it is."""
+    """Useful samples still to be trained; None if its length is unknown."""
     done: float = 0.0
     """Useful samples trained so far."""
     min_devices: int = 1
     max_devices: int = 1 << 30
     asked_devices: int = 1
-    """What its owner would take if sizes were fixed: all that rigid policies look at."""
+    """Devices its owner would take if sizes were fixed: what policies with fixed sizes use."""
     multiple: int = 1
     """Its number of devices is a multiple of this (a layout with tensor or pipeline parallelism)."""
     types: frozenset[str] | None = None
     """Types of devices it can run on; None is any."""
     held: Placement = NOTHING
     restart_s: float = 30.0
-    """What being moved or resized costs it, measured."""
+    """Measured cost of a move or resize."""
     restarts: int = 0
     served_device_s: float = 0.0
     """Device-seconds it has had."""
     held_since: float | None = None
     """When it got what it holds now."""
     is_pinned: bool = False
-    """Just being moved, or asked to be left alone: keeps exactly what it holds."""
+    """Being moved, or pinned by its owner: keeps exactly what it holds."""
     program: str = ""
-    """What it trains: jobs of the same program are alike. Empty where nobody can tell."""
+    """What it trains: jobs of the same program are alike. Empty if unknown."""
     team: str = ""
     priority: int = 0
     """Higher goes first."""
@@ -85,7 +85,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """All that a decision depends on."""
+    """State of the pool: the input of a decision."""
 
     now: float
     nodes: tuple[Node, ...]
@@ -107,7 +107,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Who holds what from now on; a job that is not named holds nothing."""
+    """Placement of each job from now on; a job that is not named holds nothing."""
 
     placements: Mapping[str, Placement]
     reasons: Mapping[str, Reason] = field(default_factory=dict)
@@ -115,10 +115,10 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A way to share devices. May keep notes between calls; must not depend on them to be right."""
+    """An allocation policy. May keep memory between calls; must not depend on it to be right."""
 
     name: str
 
     def decide(self, state: PoolState) -> Decision:
-        """Who holds what from now on. Pure but for its notes: no clock, no files, no processes."""
+        """Placement of each job. Pure but for its memory: no clock, no files, no processes."""
         ...

@@ -1,4 +1,4 @@
-"""How long spot stays, and how long it stays away: a small model, and what is remembered of a place.
+"""Availability of spot: a hazard model of up and down spells, and the history of a zone.
 
 Spot comes and goes in spells. How soon a spell ends depends on how long it has lasted (young spells
 end soon, old ones last), on how much of the recent past spot was up, an average that forgets, and on
@@ -100,7 +100,7 @@ class SpotModel:
 
 @dataclass(slots=True)
 class SpotHistory:
-    """What is remembered of a place: told at each tick whether spot is up."""
+    """History of a zone: updated at each tick with whether spot is up."""
 
     model: SpotModel
     share: float = field(init=False)

@@ -1,4 +1,4 @@
-"""Our policy: the plan decides, the nets promise."""
+"""The policy for spot with a deadline: the plan decides, the safety net guarantees."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _factor_steps(factor: float) -> int:
 
 
 class PlannedSpotPolicy:
-    """Follows the plan from what it remembers of the place, and never breaks the two promises."""
+    """Follows the plan from the history of the zone, within the safety net."""
 
     name = "planned"
 
@@ -76,12 +76,12 @@ class PlannedSpotPolicy:
         """What spot costs against on-demand, as far as it is known."""
 
     def recall(self, was_up: NDArray[np.bool_], step_s: float) -> None:
-        """Learn from what was seen of the place before the job began."""
+        """Learn from the history of the zone before the job began."""
         for is_up in was_up.tolist():
             self.memory.observe(is_up, step_s)
 
     def choose(self, observed: SpotObservation) -> Mode:
-        """The plan's choice, or the nearest that is safe."""
+        """The plan's choice, or the nearest one that is safe."""
         self.memory.observe(observed.is_spot_up, observed.step_s)
         if observed.is_spot_up:
             self._price_share = observed.spot_dollars_per_hour / observed.on_demand_dollars_per_hour

@@ -20,7 +20,7 @@ _SPARE_S = 1e-6
 
 
 def apply_safety_net(job: DeadlineJob, observed: SpotObservation, wanted: Mode) -> Mode:
-    """What is wanted, or the nearest thing that keeps both promises."""
+    """The wanted mode, or the nearest one that keeps both guarantees."""
     if wanted is Mode.SPOT and not observed.is_spot_up:
         wanted = Mode.IDLE
     for mode in (wanted, Mode.ON_DEMAND if observed.mode is Mode.ON_DEMAND else Mode.IDLE):

@@ -1,4 +1,4 @@
-"""What a policy for spot with a deadline is told, and what it answers."""
+"""Input and output of policies for spot with a deadline."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SpotMarket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotObservation:
-    """All that a policy may know at one tick: the past, and what spot is like now."""
+    """What a policy observes at one tick: its progress, and spot now."""
 
     elapsed_s: float
     left_s: float
@@ -77,7 +77,7 @@ class SpotObservation:
 
 
 class DeadlinePolicy(Protocol):
-    """A way to meet a deadline cheaply; one object serves one job, tick after tick."""
+    """A policy that meets a deadline cheaply; one object per job, called every tick."""
 
     name: str
 
@@ -88,7 +88,7 @@ class DeadlinePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotOutcome:
-    """What became of one job."""
+    """Cost and time of one job."""
 
     cost_dollars: float
     on_demand_cost_dollars: float

@@ -313,7 +313,7 @@ def _make_stage(
             _replace(root, path, nn.Module())
     root.__class__ = type(f"{kind.__name__}Stage", (PipelineStage, kind), {})
     stage = cast("PipelineStage", root)
-    stage.__dict__["_passage"] = stage_input
+    stage.__dict__["_stage_input"] = stage_input
     return stage
 
 

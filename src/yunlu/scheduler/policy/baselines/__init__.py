@@ -1,4 +1,4 @@
-"""Policies to compare with: simple, well known, and none of them ours."""
+"""Baseline policies that a pool can select: simple and well known."""
 
 from __future__ import annotations
 

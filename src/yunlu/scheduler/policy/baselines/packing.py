@@ -1,4 +1,4 @@
-"""Devices onto nodes as simple policies do it: the emptiest node first, whoever runs stays."""
+"""Placement for baseline policies: the emptiest node first; running jobs stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Free:
-    """Devices that nobody holds."""
+    """Devices that no job holds."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._left = {node.name: node.devices for node in nodes if not node.is_leaving}
@@ -83,7 +83,7 @@ def _count_nodes(sizes: tuple[int, ...]) -> Sequence[int]:
 def place_sizes(
     state: PoolState, sizes: Mapping[str, tuple[str, int]], order: Sequence[Demand]
 ) -> dict[str, Placement]:
-    """Place jobs of given type and size; who holds just that keeps it, others go in order."""
+    """Place jobs of given type and size; a job that holds just that keeps it, others follow in order."""
     free = Free(state.nodes)
     placements: dict[str, Placement] = {}
     for job in state.jobs:
@@ -105,7 +105,7 @@ def place_sizes(
 
 
 class SizeLedger:
-    """Which type and number of devices each job gets, given out one after the other."""
+    """Type and number of devices of each job, given one after the other."""
 
     def __init__(self, state: PoolState) -> None:
         free = Free(state.nodes)
@@ -144,7 +144,7 @@ class SizeLedger:
 
 
 def serve(state: PoolState, order: Sequence[Demand]) -> Decision:
-    """Give each job in turn what it asks for, whoever fits; who runs and is served stays."""
+    """Give each job in turn what it asks for, if it fits; a running job that is served stays."""
     sizes = SizeLedger(state)
     for job in order:
         sizes.give(job)
@@ -186,10 +186,15 @@ def _reason(sizes: SizeLedger, job: Demand, given: Placement) -> Reason:
     return _PREEMPTED if job.held else _WAITS
 
 
-_KEPT = Reason(code="kept", text="Keeps the devices it holds.")
-_STARTED = Reason(code="started", text="Its turn has come, and the devices it asks for are free.")
-_GROWN = Reason(code="grown", text="There are devices left over for it.")
-_MOVED = Reason(code="moved", text="Holds other devices than before: its share has changed.")
-_PREEMPTED = Reason(code="preempted", text="Others go first now; it goes on when its turn comes.")
-_WAITS = Reason(code="waits_for_devices", text="Waits until the devices it asks for are free.")
-_TOO_LARGE = Reason(code="too_large", text="Asks for more devices than the pool has.")
+_KEPT = Reason(code="kept", text="It keeps the devices it holds.")
+_STARTED = Reason(
+    code="started", text="It is first in the queue, and the devices it asks for are free."
+)
+_GROWN = Reason(code="grown", text="It gets devices that no other job takes.")
+_MOVED = Reason(code="moved", text="It moves to other devices: its share has changed.")
+_PREEMPTED = Reason(
+    code="preempted",
+    text="It is stopped: other jobs go first now. It continues when it is first in the queue.",
+)
+_WAITS = Reason(code="waits_for_devices", text="It waits until the devices it asks for are free.")
+_TOO_LARGE = Reason(code="too_large", text="It asks for more devices than the pool has.")

@@ -58,7 +58,9 @@ LEAST_DAYS = 60
 """A zone is used where its history has at least so long a stretch with one on-demand price."""
 
 
-def read_region(path: Path, instance: str, region: str, *, step_s: float = STEP_S) -> list[SpotMarket]:
+def read_region(
+    path: Path, instance: str, region: str, *, step_s: float = STEP_S
+) -> list[SpotMarket]:
     """The zones of a region, cut to the days that all of them have."""
     markets = [
         market
@@ -77,7 +79,9 @@ def measure(zones: Sequence[SpotMarket], *, each: int, seed: int) -> list[Policy
     random = np.random.default_rng(seed)
     starts = draw_starts(zones, JOB, each=each, random=random)
     trials = replay_jobs(JOB, starts, with_optimum=True)
-    anywhere: list[SpotOutcome] = replay_jobs_in_any_zone(JOB, zones, [start for _, start in starts])
+    anywhere: list[SpotOutcome] = replay_jobs_in_any_zone(
+        JOB, zones, [start for _, start in starts]
+    )
     return [*summarise_policies(trials), summarise("planned, any zone", anywhere)]
 
 

@@ -132,7 +132,9 @@ def run_fixed(jobs: Sequence[QueuedJob], market: SpotMarket, start: int) -> list
     return bills
 
 
-def run_pool(jobs: Sequence[QueuedJob], market: SpotMarket, start: int, rules: ScalingRules) -> Bill:
+def run_pool(
+    jobs: Sequence[QueuedJob], market: SpotMarket, start: int, rules: ScalingRules
+) -> Bill:
     """Our pool: sizes and machines decided anew at every tick."""
     step_s = market.step_s
     leases: list[NodeLease] = []

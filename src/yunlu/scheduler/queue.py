@@ -189,7 +189,7 @@ def change_terms(
         before = read_entry(run)
         least = min_devices if min_devices is not None or before is None else before.request.least
         most = max_devices if max_devices is not None or before is None else before.request.most
-        changes["needs"] = make_request(read_job(run), least=least, most=most)
+        changes["request"] = make_request(read_job(run), least=least, most=most)
     return change_entry(run, **changes)
 
 

@@ -10,7 +10,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.files import read_lines
 from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.planning.schedule import rate
-from yunlu.runs.events import AttemptStarted, CommunicationChosen, StateChanged
+from yunlu.runs.events import AttemptStarted, CommunicationChosen, ExchangeSetting, StateChanged
 from yunlu.runs.run_store import Area, Document, Log, last_record, require_local
 from yunlu.runs.states import RunState
 from yunlu.training.asynchronous.averages import recompute_averages
@@ -193,7 +193,7 @@ class AsyncCoordinator:
             CommunicationChosen(
                 step=self._progress.steps,
                 chosen=setting.name,
-                setting=setting.model_dump(),
+                setting=ExchangeSetting.model_validate(setting.model_dump()),
                 guarantee=spec.kept,
                 reason=f"{'as before' if was_reported else 'set by the job'};"
                 f" {_describe_rules(self._client.rules)}",

@@ -67,7 +67,7 @@ def test_an_unknown_model_suggests_the_nearest() -> None:
 
 
 def test_a_task_without_hugging_face_models_says_so() -> None:
-    with pytest.raises(ModelError, match="takes no Hugging Face models"):
+    with pytest.raises(ModelError, match="does not support Hugging Face models"):
         build("hf:gpt2")
 
 

@@ -155,7 +155,7 @@ def test_sounds_too_short_for_their_text_are_left_out_and_counted(
 
     assert [splits.train[index][1] for index in range(len(splits.train))] == ["abc", "ca"]
     assert splits.about["excluded, too short for their text"] == 1
-    assert "left out 1 of 3 utterances" in caplog.text
+    assert "excluded 1 of 3 utterances" in caplog.text
 
 
 def test_sounds_longer_than_the_job_allows_are_left_out_of_training(tmp_path: Path) -> None:

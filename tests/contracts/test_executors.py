@@ -138,7 +138,7 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
     assert executor.status(run).held == place.small
     assert lifecycle.stop(run, now=True).state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
-    assert executor.logs(run)[0] == run.path / WORKER_LOG
+    assert executor.logs(run)[0] == WORKER_LOG
     happenings = [happening for happening, _ in executor.events(run)]
     assert {"asked", "running", "gone"} <= {happening.what for happening in happenings}
 
@@ -168,7 +168,7 @@ def start(*words, **options):
 
 setattr(owner, name, start)
 placement = Placement(tuple((node, int(count)) for node, count in eval(shares)))
-service.start(open_run(Path(path)), on=open_executor(address), placement=placement)
+lifecycle.start(open_run(Path(path)), on=open_executor(address), placement=placement)
 """
 
 

@@ -42,11 +42,11 @@ def test_a_profiled_run_has_a_trace_and_says_where_the_time_went(
     assert told.code == 0, told.err
     (event,) = [record for record in told.records if record["event"] == "trace"]
     (run,) = own_home.rglob("trace.json.gz")
-    assert event.path == run.name
+    assert event["path"] == f"traces/{run.name}"
     with gzip.open(run, "rt") as file:
         names = [each["name"] for each in json.load(file)["traceEvents"]]
     for phase in ("data", "forward", "backward", "norm", "update"):
-        assert names.count(f"yunlu.{phase}") == event.steps == 3
+        assert names.count(f"yunlu.{phase}") == event["steps"] == 3
     assert run.stat().st_size < 2**20
 
     shown = yunlu("report", "last")

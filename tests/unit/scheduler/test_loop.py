@@ -274,19 +274,19 @@ def test_full_disk_starts_nothing_and_loses_nothing(make_world, make_steward, mo
     running = world.submit("a", most=2)
     steward = make_steward(world)
     turn(world, steward, 3)
-    real = register_module.write_notes
+    real = register_module.write_allocation
 
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(register_module, "write_notes", refuse)
+    monkeypatch.setattr(register_module, "write_allocation", refuse)
     waiting = world.submit("b")
     turn(world, steward, 5)
     assert world.process_of(waiting) is None
     assert world.process_of(running) is not None
     view = steward.pool_store.read_view()
     assert "put off" in decided(steward, waiting) or "b" in view["troubles"]
-    monkeypatch.setattr(register_module, "write_notes", real)
+    monkeypatch.setattr(register_module, "write_allocation", real)
     turn(world, steward, 80)
     assert states(running)[-1] == states(waiting)[-1] == "finished"
 

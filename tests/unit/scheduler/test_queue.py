@@ -13,7 +13,7 @@ from yunlu.jobs import lifecycle
 from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
-from yunlu.scheduler import control, queue
+from yunlu.scheduler import queue
 from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
 from yunlu.scheduler.queue import SubmitOptions, enqueue, read_entry
@@ -209,7 +209,7 @@ def test_pool_comes_up_as_it_was_unless_something_is_said(own_home, capsys, monk
         came.append(settings)
         return ServiceRecord(pid=1, process_started_at=0.0, host="here", began_at=0.0)
 
-    monkeypatch.setattr(control, "bring_up", bring_up)
+    monkeypatch.setattr("yunlu.scheduler.pool_view.bring_up", bring_up)
     assert main(["pool", "up", "--devices", "3", "--quota", "vision=2"]) == 0
     assert main(["pool", "up"]) == 0
     assert "as it was last: local://?devices=3" in capsys.readouterr().out

@@ -200,7 +200,7 @@ def test_a_schedule_is_restored_from_its_state() -> None:
     schedule.apply(BatchChange(step=40, batch=64, gain=1.5, rate=1.2))
     schedule.apply(BatchChange(step=200, batch=64, gain=1.9, rate=1.2))
     other = make_schedule()
-    other.change(BatchChange(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
+    other.apply(BatchChange(step=60, batch=33, gain=1.0, rate=1.0))  # of a past that is no more
     other.restore(schedule.state())
     assert other.state() == schedule.state()
     assert (other.steps, other.rate_at(300)) == (schedule.steps, schedule.rate_at(300))

@@ -181,7 +181,7 @@ def test_hopeless_work_is_timed_once_and_noise_is_outlived() -> None:
         return now[0]
 
     hopeless = counting(0.1, now, calls)
-    assert probe._best_time(hopeless, clock, hopeless_s=0.01) == pytest.approx(0.1)
+    assert probe._best_time(hopeless, clock, give_up_s=0.01) == pytest.approx(0.1)
     assert len(calls) == 2  # a first time to warm up, and the one that is timed
 
     noisy = iter([0.05, 0.004, 0.001, 0.009, *[0.002] * 100])

@@ -162,7 +162,7 @@ def test_a_model_that_is_one_linear_layer_is_prepared() -> None:
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
-    with pytest.raises(ModelError, match="no linear layer"):
+    with pytest.raises(ModelError, match="no plain linear layer"):
         prepare_int8(nn.Conv2d(1, 1, 3))
 
 

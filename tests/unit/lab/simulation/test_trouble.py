@@ -26,7 +26,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "faults",
     [
         Faults(crash_share=1.0),
         Faults(step_noise=0.1),
@@ -34,7 +34,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Profiles:
         Faults(crash_share=0.3, step_noise=0.1, length_error=2.0, interference=0.25),
     ],
 )
-def test_trouble_delays_but_all_jobs_end_and_the_seed_decides(
+def test_faults_delay_but_all_jobs_end_and_the_seed_decides(
     profiles: Profiles, faults: Faults
 ) -> None:
     jobs = [

@@ -60,12 +60,12 @@ def test_the_slope_of_the_loss_is_right() -> None:
     points = fitting._Points.of(ALL)  # pyright: ignore[reportPrivateUsage]
     start, _, _ = fitting._bound(points)  # pyright: ignore[reportPrivateUsage]
     start = start + 0.02
-    _, slope = fitting._lose(start, points)  # pyright: ignore[reportPrivateUsage]
+    _, slope = fitting._compute_loss(start, points)  # pyright: ignore[reportPrivateUsage]
     for which in range(7):
         nudge = np.zeros(7)
         nudge[which] = 1e-6
-        above, _ = fitting._lose(start + nudge, points)  # pyright: ignore[reportPrivateUsage]
-        below, _ = fitting._lose(start - nudge, points)  # pyright: ignore[reportPrivateUsage]
+        above, _ = fitting._compute_loss(start + nudge, points)  # pyright: ignore[reportPrivateUsage]
+        below, _ = fitting._compute_loss(start - nudge, points)  # pyright: ignore[reportPrivateUsage]
         assert slope[which] == pytest.approx((above - below) / 2e-6, abs=1e-6)
 
 

@@ -266,7 +266,7 @@ def test_a_failure_ends_the_connections_it_used_in_the_middle_of_messages(
 
 
 def _knock(store: Any, said: bytes) -> socket.socket:
-    port = int(store.get("wire/0").split(b" ")[0])
+    port = int(store.get("transport/0").split(b" ")[0])
     caller = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
     caller.sendall(said)
     return caller
@@ -282,7 +282,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
 
         first = Thread(target=join, args=[0], daemon=True)
         first.start()
-        token = bytes.fromhex(store.get("wire/0").split(b" ")[1].decode())
+        token = bytes.fromhex(store.get("transport/0").split(b" ")[1].decode())
         turned_away = [
             stack.enter_context(closing(_knock(store, said)))
             for said in (
@@ -326,13 +326,13 @@ def test_nobody_comes(within_s: float) -> None:
 
 def test_one_who_came_and_never_called_is_missed() -> None:
     store = dist.HashStore()
-    store.set("wire/1", f"1 {'00' * 32} 127.0.0.1")
+    store.set("transport/1", f"1 {'00' * 32} 127.0.0.1")
     with pytest.raises(LinkLostError, match="Lost worker 1: it did not connect in time"):
         connect(store, 0, 2, "127.0.0.1", within_s=0.05)
 
 
 def test_one_whom_nobody_answers_for_is_missed() -> None:
     store = dist.HashStore()
-    store.set("wire/0", f"1 {'00' * 32} 127.0.0.1")
+    store.set("transport/0", f"1 {'00' * 32} 127.0.0.1")
     with pytest.raises(LinkLostError, match="Lost worker 0"):
         connect(store, 1, 2, "127.0.0.1")

@@ -92,7 +92,7 @@ def test_code_inside_a_lambda_layer_never_runs(tmp_path: Path) -> None:
 def test_a_torn_file_is_refused_in_words(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "torn.keras"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"not a \.keras file"):
+    with pytest.raises(ModelError, match=r"not a valid \.keras file"):
         load(path)
 
 

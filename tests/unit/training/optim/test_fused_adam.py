@@ -90,13 +90,14 @@ def test_a_plain_run_loads_no_compiler() -> None:
     program = """
 import sys, tempfile, torch
 from pathlib import Path
+from yunlu.runs.documents import write_job
 from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.worker import run
 path = Path(tempfile.mkdtemp())
 job = {"task": "python:objects", "model": "net", "data": "python:objects", "train": {"steps": 3, "batch": 4}}
-open_run(path).job.write_text(Job.model_validate(job).model_dump_json())
+write_job(open_run(path), Job.model_validate(job))
 task = ObjectTask(model=torch.nn.Linear(3, 1), data=(torch.randn(40, 3), torch.randn(40, 1)))
 print(run(path, task=task), "torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
 """

@@ -107,7 +107,7 @@ def test_a_torch_data_set_of_dictionaries_works() -> None:
         ((np.zeros((3, 2)), np.zeros(4)), "3 inputs but 4 targets"),
         ({"trian": (np.zeros((3, 2)), np.zeros(3))}, "no part 'trian'"),
         ((np.zeros((0, 2)), np.zeros(0)), "empty"),
-        (iter([]), "no length"),
+        (iter([]), "not a map-style data set"),
         ([1, 2, 3], "pair"),
     ],
 )

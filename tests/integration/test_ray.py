@@ -51,7 +51,7 @@ from yunlu.hardware.fleet import Placement
 from yunlu.executors.ray_executor import RayExecutor
 shares = tuple((node, 1) for node in sys.argv[3:])
 on = RayExecutor(sys.argv[1])
-service.start(open_run(Path(sys.argv[2])), on=on, placement=Placement(shares))
+lifecycle.start(open_run(Path(sys.argv[2])), on=on, placement=Placement(shares))
 print("started", flush=True)
 time.sleep(600)
 """

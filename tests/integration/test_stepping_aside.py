@@ -24,7 +24,7 @@ from tests.distributed.test_worker_groups import (
     write_job,
 )
 from tests.waiting import LIMIT_S
-from yunlu.runs.events import CommunicationChosen, WorkerGroupFormed, WorkerLost
+from yunlu.runs.events import CommunicationChosen, RefusedSetting, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
 
@@ -86,9 +86,9 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     assert [each.worker for each in first.ranks] == ["0", "1", "2"]
     assert later
     assert all({each.worker for each in told.ranks} <= {"0", "1"} for told in later)
-    assert "aside" in later[0].reason
+    assert "excluded" in later[0].reason
     chosen, *anew = events(run, CommunicationChosen)
-    refused = {"name": "asynchronous", "reason": "a worker is excluded"}
+    refused = RefusedSetting(name="asynchronous", reason="a worker is excluded")
     assert all(refused in each.refused for each in anew)
     assert 2 in chosen.excluded
     assert rig.address(2) in chosen.reason.rpartition("; ")[2]

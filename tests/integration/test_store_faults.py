@@ -23,8 +23,8 @@ job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "dat
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(int(sys.argv[1])):
-    run = service.submit(job.model_copy(update={"name": sys.argv[2]}))
-    service.list_runs() if number % 10 == 9 else None
+    run = lifecycle.submit(job.model_copy(update={"name": sys.argv[2]}))
+    lifecycle.list_runs() if number % 10 == 9 else None
     print(run.id, flush=True)
 """
 

@@ -88,7 +88,7 @@ def test_dark_follows_the_system_and_the_switch(page: Page) -> None:
 
 def test_the_language_switch_changes_the_words(page: Page) -> None:
     title = page.locator("#progress h2")
-    expect(title).to_have_text("How it went", use_inner_text=True)
+    expect(title).to_have_text("Progress", use_inner_text=True)
     page.get_by_role("button", name="中文").click()
     expect(title).to_have_text("进展", use_inner_text=True)
 

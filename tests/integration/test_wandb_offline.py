@@ -38,7 +38,7 @@ def test_two_lives_become_one_wandb_run_with_every_step(tmp_path: Path) -> None:
     for arguments in (["no", "1", "40"], ["yes", "31", "60"]):
         done = _live(run, arguments, WANDB_MODE="offline")
         assert done.stdout == ""
-    logs = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    logs = sorted(run.glob("trackers/wandb/offline-run-*/*.wandb"))
     identity = json.loads((run / "wandb.json").read_text())["id"]
     assert [log.name for log in logs] == [f"run-{identity}.wandb"] * 2
     assert identity.startswith("digits-1-")

@@ -53,7 +53,7 @@ def page(browser: Browser, addresses: dict[str, str]) -> Iterator[Page]:
 
 
 def test_tiles_stand_where_their_ranks_stand(page: Page) -> None:
-    tiles = page.locator(".crewmap:not(.small) .tile")
+    tiles = page.locator(".layout-map:not(.small) .tile")
     expect(tiles).to_have_count(4)
     boxes = [tiles.nth(i).bounding_box() for i in range(4)]
     (top_left, top_right, low_left, _) = ((box["x"], box["y"]) for box in boxes if box)
@@ -76,7 +76,7 @@ def test_hovering_over_time_reads_out_step_and_layout(page: Page) -> None:
 
 
 def test_bars_begin_at_one_line(page: Page) -> None:
-    bars = page.locator(".bars .work")
+    bars = page.locator(".bars i:first-child")
     lefts = {round(box["x"]) for bar in bars.all() if (box := bar.bounding_box())}
 
     assert len(lefts) == 1

@@ -113,7 +113,14 @@ def _find_matrices(seat: Seat) -> dict[int, list[MatrixSlice]]:
 
 
 def _connect(seat: Seat) -> Transport:
-    return connect(seat.store, seat.rank, seat.size, seat.address, name=f"wire{_next_wire()}")
+    return connect(
+        seat.store,
+        seat.rank,
+        seat.size,
+        seat.address,
+        name=f"wire{_next_wire()}",
+        secret=b"benchmark",
+    )
 
 
 _wires = 0

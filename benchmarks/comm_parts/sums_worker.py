@@ -36,7 +36,7 @@ def main() -> None:
         "--slow", action="store_true", help="as the engine does where links are slow"
     )
     asked = parser.parse_args()
-    transport = connect(meet(asked), asked.rank, asked.size, asked.address)
+    transport = connect(meet(asked), asked.rank, asked.size, asked.address, secret=b"benchmark")
     if asked.slow:
         transport.control_congestion("reno")
     ways = {name: _make_way(name, transport) for name in asked.ways.split(",")}

@@ -129,7 +129,7 @@ def _in_world(
     from yunlu.training.parallel.world import form_world
 
     meeting = dist.FileStore(store, layout.world) if layout.world > 1 else None
-    world = form_world(layout, rank, meeting, device=torch.device("cpu"))
+    world = form_world(layout, rank, meeting, secret=b"test", device=torch.device("cpu"))
     try:
         return function(world, *args)
     finally:

@@ -496,6 +496,7 @@ def _relink(
         Layout(dp=size),
         rank,
         dist.FileStore(path, size),
+        secret=b"test",
         device=CPU,
         host=f"127.0.0.{rank + 1}",
     )
@@ -560,7 +561,9 @@ def _lose(
     rank: int, directory: str, way: Any
 ) -> tuple[int, int, int, list[float], list[int]] | None:
     """Three workers, of which one goes without a word in its ninth step; the others go on as two."""
-    world = form_world(Layout(dp=3), rank, dist.FileStore(f"{directory}/3", 3), device=CPU)
+    world = form_world(
+        Layout(dp=3), rank, dist.FileStore(f"{directory}/3", 3), secret=b"test", device=CPU
+    )
     task = Points()
     engine = build(world, way, task=task)
     seen = _Seen(engine)
@@ -576,7 +579,9 @@ def _lose(
     back, held = engine.steps_done, digest(engine)
     world.disconnect()
     world.close()
-    world = form_world(Layout(dp=2), rank, dist.FileStore(f"{directory}/2", 2), device=CPU)
+    world = form_world(
+        Layout(dp=2), rank, dist.FileStore(f"{directory}/2", 2), secret=b"test", device=CPU
+    )
     engine.rejoin(world, micro_batch=2)
     rest = run(engine)
     engine.synchronize()

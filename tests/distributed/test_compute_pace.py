@@ -23,7 +23,9 @@ def _compare(
 ) -> tuple[tuple[float, ...], int]:
     """Who is disturbed once does as many turns as the others when all look again."""
     size = len(turns)
-    world = form_world(Layout(dp=size), rank, dist.FileStore(path, size), device=CPU)
+    world = form_world(
+        Layout(dp=size), rank, dist.FileStore(path, size), secret=b"test", device=CPU
+    )
     pacer = compute_pace.ComputePace()
     for seconds in spans[rank]:
         pacer.record(seconds, replicas=2 * size)

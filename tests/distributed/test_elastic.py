@@ -247,7 +247,7 @@ def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage
     voyage.wait_generation(1)
     assert (voyage.run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
     stranger = voyage.crew().model_copy(update={"token": "guessed"})
-    with pytest.raises(StoreError, match="wrong token"):
+    with pytest.raises(StoreError, match="another token"):
         send_request(stranger, {"kind": "resize", "devices": 1})
     assert voyage.process is not None
     voyage.process.send_signal(signal.SIGTERM)

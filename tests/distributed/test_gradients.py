@@ -153,7 +153,7 @@ def _sum_of(weights: list[nn.Parameter], world: World) -> GradientAllReduce:
 
 def _meet(rank: int, path: str) -> World:
     store = dist.FileStore(path, 2)
-    return form_world(Layout(dp=2), rank, store, device=torch.device("cpu"))
+    return form_world(Layout(dp=2), rank, store, secret=b"test", device=torch.device("cpu"))
 
 
 def test_after_a_lost_member_the_same_weights_go_on_with_another_group(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.distributed
 
 
 def _meet(rank: int, size: int, store: str) -> Transport:
-    return connect(dist.FileStore(store, size), rank, size, "127.0.0.1", patience_s=LIMIT_S)
+    return connect(
+        dist.FileStore(store, size), rank, size, "127.0.0.1", secret=b"test", patience_s=LIMIT_S
+    )
 
 
 def _lose_one(rank: int, store: str) -> tuple[int, list[float], str]:

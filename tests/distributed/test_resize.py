@@ -49,7 +49,7 @@ def _move(rank: int, directory: str) -> tuple[list[float], list[int]]:
     before: Engine | None = None
     for phase, (layout, micro_batch, steps) in enumerate(PHASES):
         store = dist.FileStore(str(Path(directory) / str(phase)), 2)
-        world = form_world(layout, rank, store, device=CPU)
+        world = form_world(layout, rank, store, secret=b"test", device=CPU)
         engine = build(world, micro_batch)
         if before is not None:
             held = join_groups(before.state.shards())

@@ -32,7 +32,9 @@ def _meet_again(rank: int, path: str) -> tuple[int, ...]:
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
     selector.excluded = (1,)
     selector._measurements = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)
-    world = form_world(layout, rank, dist.FileStore(path, 2), device=torch.device("cpu"))
+    world = form_world(
+        layout, rank, dist.FileStore(path, 2), secret=b"test", device=torch.device("cpu")
+    )
     selector.open(world, nn.Linear(4, 4), lambda _: ExpectedStep(8, 0), steps_done=3).close()
     world.close()
     return selector.excluded

@@ -57,7 +57,12 @@ def _try(
     rank: int, path: str, seconds: list[tuple[float, float]], way: str
 ) -> tuple[list[float], list[int], list[bool], list[Any]]:
     world = form_world(
-        Layout(dp=2), rank, dist.FileStore(path, 2), device=CPU, host=f"127.0.0.{rank + 1}"
+        Layout(dp=2),
+        rank,
+        dist.FileStore(path, 2),
+        secret=b"test",
+        device=CPU,
+        host=f"127.0.0.{rank + 1}",
     )
     told: list[tuple[int, str, str]] = []
 

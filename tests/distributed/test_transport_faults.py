@@ -36,7 +36,7 @@ def _sum_until_lost(told: Connection, rank: int, path: str, method: str, patienc
     torch.set_num_threads(1)
     store = dist.FileStore(path, SIZE)
     host = f"127.0.0.{1 + rank // 2}"
-    transport = connect(store, rank, SIZE, host, patience_s=patience_s)
+    transport = connect(store, rank, SIZE, host, secret=b"test", patience_s=patience_s)
     flat = torch.zeros(300_000)
     tag = 0
     try:
@@ -105,7 +105,7 @@ def _sum_both_ways(rank: int, path: str) -> list[list[float]]:
     assert dist.group.WORLD is not None
     ways: list[AllReducer] = [
         TorchAllReducer(dist.group.WORLD),
-        ThreadedAllReducer(connect(store, rank, 3, "127.0.0.1"), _add),
+        ThreadedAllReducer(connect(store, rank, 3, "127.0.0.1", secret=b"test"), _add),
     ]
     found: list[list[float]] = []
     for way in ways:

@@ -45,7 +45,9 @@ def _meet_twice(rank: int, stores: list[str]) -> list[float]:
     found: list[float] = []
     for number, store in enumerate(stores):
         layout = Layout(dp=2, tp=2)
-        world = form_world(layout, rank, dist.FileStore(store, 4), device=torch.device("cpu"))
+        world = form_world(
+            layout, rank, dist.FileStore(store, 4), secret=b"test", device=torch.device("cpu")
+        )
         axis = world.axis("tp")
         assert axis is not None
         cut = DTensor.from_local(torch.full((2,), float(world.rank)), axis, [Shard(0)])

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from yunlu.core.files import append_lines, read_last
+from yunlu.core.secure_link import SecureLink
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import (
@@ -32,7 +33,13 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log, RunStore
-from yunlu.runs.worker_group import FrameDecoder, WorkerGroup, encode_frame, write_worker_group
+from yunlu.runs.worker_group import (
+    FrameDecoder,
+    WorkerGroup,
+    control_secret,
+    encode_frame,
+    write_worker_group,
+)
 
 sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
 from tests.sample_events import sample
@@ -107,11 +114,15 @@ class LightCrew:
     def listen(self, timeout_s: float) -> None:
         for key, _ in self.selector.select(timeout_s):
             if key.data is None:
-                link, _ = self.server.accept()
+                sock, _ = self.server.accept()
+                link = SecureLink(sock, control_secret(self.token), is_server=True)
                 self.selector.register(link, selectors.EVENT_READ, FrameDecoder())
                 continue
             link: Any = key.fileobj
-            data = link.recv(65536)
+            try:
+                data = link.recv(65536)
+            except OSError:
+                data = b""
             if not data:
                 self.selector.unregister(link)
                 link.close()

@@ -101,6 +101,11 @@ def bind_address() -> str:
     return os.environ.get("YUNLU_BIND") or "127.0.0.1"
 
 
+def launch_secret() -> str | None:
+    """Secret that externally launched workers prove to each other: ``YUNLU_SECRET``."""
+    return os.environ.get("YUNLU_SECRET") or None
+
+
 def launch_variables() -> dict[str, str]:
     """What a launcher of several processes (torchrun, srun, mpirun) told this one."""
     beginnings = ("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "TORCHELASTIC_")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from yunlu.core.errors import StoreError
+from yunlu.core.secure_link import LinkRefusedError, connect_link, derive_secret
 from yunlu.core.value import Value
 from yunlu.runs.run_store import Document
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 4 << 20
 """Far above every message; a peer that announces more is none of ours."""
 _LENGTH_BYTES = 4
-WRONG_TOKEN = "wrong token"  # noqa: S105 (an answer)
 LOCAL = "local"
 """Name of the node that the supervisor starts itself."""
 
@@ -96,6 +96,11 @@ class FrameError(StoreError):
     """Received bytes are no valid frame."""
 
 
+def control_secret(token: str) -> bytes:
+    """Secret of the control connections: both ends prove it, nobody sends it."""
+    return derive_secret(token.encode(errors="surrogatepass"), "control")
+
+
 def encode_frame(message: dict[str, Any]) -> bytes:
     """Encode a message as one frame."""
     data = json.dumps(message).encode()
@@ -124,7 +129,7 @@ class FrameDecoder:
             del self._pending[: _LENGTH_BYTES + length]
             try:
                 message = json.loads(body)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise FrameError("a frame does not hold JSON") from error
             if not isinstance(message, dict):
                 raise FrameError("a frame does not hold a JSON object")
@@ -145,25 +150,28 @@ def send_request(
     group: WorkerGroup, request: dict[str, Any], *, timeout_s: float = 10
 ) -> dict[str, Any]:
     """Send one request to the supervisor and return its answer."""
-    hello = {"kind": "hello_client", "token": group.token}
+    hello = {"kind": "hello_client"}
     unpacker = FrameDecoder()
+    where = f"the supervisor at {group.host}:{group.port}"
     try:
-        with socket.create_connection((group.host, group.port), timeout=timeout_s) as connection:
+        with connect_link(
+            (group.host, group.port), control_secret(group.token), timeout_s=timeout_s
+        ) as connection:
             connection.sendall(encode_frame(hello) + encode_frame(request))
             while data := connection.recv(65536):
                 for answer in unpacker.feed(data):
-                    if answer.get("text") == WRONG_TOKEN:
-                        raise StoreError(
-                            f"the supervisor at {group.host}:{group.port} refused the token: {WRONG_TOKEN}",
-                            hint=f"the {Document.WORKER_GROUP} of the run holds the right one",
-                        )
                     return answer
+    except LinkRefusedError as error:
+        raise StoreError(
+            f"{where} has another token, or is no supervisor: {error}",
+            hint=f"the {Document.WORKER_GROUP} of the run holds the right token",
+        ) from error
     except OSError as error:
         raise StoreError(
-            f"the supervisor at {group.host}:{group.port} does not answer: {error}",
+            f"{where} does not answer: {error}",
             hint="it may just be restarting; try again in a few seconds",
         ) from error
     raise StoreError(
-        f"the supervisor at {group.host}:{group.port} closed the connection without an answer",
+        f"{where} closed the connection without an answer",
         hint="it may just be restarting; try again in a few seconds",
     )

@@ -76,6 +76,8 @@ class CommunicationSpec(Value):
     """``asynchronous``: what is done about stale gradients: ``rate`` takes smaller steps, ``delay`` estimates what they would be now."""
     backups: CountOrZero = 0
     """``asynchronous`` with ``bsp``: how many late workers a step does not wait for."""
+    trust: Literal["workers", "network"] = "workers"
+    """Whom workers on several machines trust: ``workers`` only those that prove the run's secret, over encrypted connections; ``network`` everybody who can reach them, which NCCL needs and which saves gloo a tunnel."""
 
     @property
     def kept(self) -> Guarantee:

@@ -111,6 +111,7 @@ class ElasticWorker:
         """Train in one generation until it ends, pauses or fails."""
         self._received_shards, self._received_numbers = [], None
         self._seats = assignment.workers
+        self._agent.trusts_network = self._inputs.job.communication.trust == "network"
         if assignment.departing:
             with self._agent.handoff_group(assignment):
                 self._receive_handoff(assignment)

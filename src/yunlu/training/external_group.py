@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore
 
+from yunlu.core.secure_link import derive_secret
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.events import WorkerGroupFormed, WorkerRank
 from yunlu.training.checkpoint.save_group import SaveGroup
@@ -92,6 +93,8 @@ class ExternalWorkerGroup:
             self.ranks.index(rendezvous.launch.rank),
             PrefixStore(f"world-{self._generation}", rendezvous.store),
             device=before.device,
+            secret=derive_secret(rendezvous.secret, "world", self._generation),
+            trusts_network=self.engine.job.communication.trust == "network",
             host=before.host,
         )
         # Asynchronous training needs all launched workers, and excluded ones would not be told.

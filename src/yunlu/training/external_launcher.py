@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.launch import detect_launch
+from yunlu.core.secure_link import derive_secret
 from yunlu.core.settings import launch_variables
 from yunlu.planning.layout import Layout
 from yunlu.planning.splitting import fit_plan, resplit
@@ -181,7 +182,15 @@ def _run_attempt(
     rendezvous.barrier("forming")
     store = PrefixStore("world", rendezvous.store)
     host = rendezvous.address or "127.0.0.1"
-    world = form_world(layout, rendezvous.launch.rank, store, device=device, host=host)
+    world = form_world(
+        layout,
+        rendezvous.launch.rank,
+        store,
+        device=device,
+        secret=derive_secret(rendezvous.secret, "world", 1),
+        trusts_network=job.communication.trust == "network",
+        host=host,
+    )
     world.async_obstacle = find_async_obstacle(run, job, workers=layout.world)
     world.can_exclude_workers = (
         not layout.zero1

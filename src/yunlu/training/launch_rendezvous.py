@@ -1,6 +1,7 @@
 """Rendezvous of externally launched workers: values, barriers and failures outside of training.
 
-Uses torch's store, hosted by torchrun or else by rank 0.
+Rank 0 hosts the store; workers prove the group's secret to it. torchrun's own store, which anybody can
+write, only says where: whoever answers at a false address cannot prove the secret.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import socket
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.settings import launch_variables, use_network_interface
+from yunlu.core.secure_link import derive_secret
+from yunlu.core.settings import read_settings
+from yunlu.runs.group_secret import read_group_secret
+from yunlu.runs.worker_group import reachable_address
 from yunlu.training.attempt import as_user_error
-from yunlu.training.elastic.sockets import interface_of
+from yunlu.training.parallel.group_store import GroupStore, StoreServer
 from yunlu.training.parallel.sockets import is_connection_error
 
 if TYPE_CHECKING:
@@ -47,8 +51,13 @@ class PeerFailedError(Exception):
 class Rendezvous:
     """All workers of a launch, seen from one of them."""
 
-    def __init__(self, launch: LaunchInfo, store: Store) -> None:
-        self.launch, self.store = launch, store
+    def __init__(
+        self, launch: LaunchInfo, name: str, secret: bytes, connect: Callable[[], GroupStore]
+    ) -> None:
+        self.launch, self._name, self._connected = launch, name, connect()
+        self.secret = secret
+        """Known to these workers only."""
+        self.store = PrefixStore(name, self._connected)
         self.hosts: list[str] = []
         """By rank."""
         self.pids: list[int] = []
@@ -158,11 +167,11 @@ class Rendezvous:
 
         Not every kind of collective ends with the connection.
         """
-        connected: Any = self.store
-        store: Store = connected.clone()  # one connection per thread
+        connected = self._connected.clone()  # one connection per thread
+        store = PrefixStore(self._name, connected)
 
         def poll_failure() -> None:
-            with suppress(Exception):
+            with suppress(Exception), closing(connected):
                 while not store.check(["failure"]):
                     if self._is_leaving.wait(_FAILURE_POLL_S):
                         return
@@ -222,36 +231,56 @@ def describe_failure(error: Exception, rank: int) -> dict[str, Any]:
 
 def join_rendezvous(launch: LaunchInfo, *, run_index: int) -> Rendezvous:
     """Join the rendezvous; ``run_index`` counts the runs that this launch trains one after another."""
-    # The prefix keeps apart launches that use the same port by mistake.
+    # The name keeps apart launches that use the same port by mistake.
     name = f"yunlu-{launch.id}-{launch.restarts}-{run_index}"
-    joined = Rendezvous(launch, PrefixStore(name, _open(launch, run_index)))
+    secret = derive_secret(read_group_secret(read_settings().home), "launch", name)
+    joined = Rendezvous(launch, name, secret, lambda: _open(launch, name, secret, run_index))
     joined.exchange_info()
-    if "GLOO_SOCKET_IFNAME" not in launch_variables():
-        address = joined.address
-        use_network_interface(None if address is None else interface_of(address))
     return joined
 
 
-def _open(launch: LaunchInfo, run_index: int) -> Store:
-    span = timedelta(seconds=_RENDEZVOUS_S)
+def _open(launch: LaunchInfo, name: str, secret: bytes, run_index: int) -> GroupStore:
+    timeout = timedelta(seconds=_RENDEZVOUS_S)
     try:
         if launch.launcher == "torchrun":
-            stores: Any = next(iter(rendezvous("env://", timeout=span)))
-            return stores[0]
-        return TCPStore(
-            launch.host,
-            launch.port + run_index,
-            launch.size,
-            is_master=launch.rank == 0,
-            timeout=span,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+            address = _exchange_address(launch, name, secret, timeout)
+        else:
+            address = (launch.host, launch.port + run_index)
+            if launch.rank == 0:
+                _host_store(launch, secret, port=address[1])
+        return GroupStore(address, secret, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(
             f"The {launch.size} workers did not meet at {launch.host}:{launch.port}: {reason}",
             hint="Check that all of them were started, and that the port is free and reachable. "
-            "MASTER_ADDR and MASTER_PORT set another address.",
+            "MASTER_ADDR and MASTER_PORT set another address. If their machines do not share "
+            "YUNLU_HOME, set YUNLU_SECRET to the same value on each.",
         ) from error
+
+
+def _exchange_address(
+    launch: LaunchInfo, name: str, secret: bytes, timeout: timedelta
+) -> tuple[str, int]:
+    """Address of rank 0's store, told through torchrun's."""
+    stores: Any = next(iter(rendezvous("env://", timeout=timeout)))
+    store: Store = stores[0]
+    if launch.rank == 0:
+        server = _host_store(launch, secret, port=0)
+        store.set(name, f"{server.port} {server.host}")
+    port, _, host = bytes(store.get(name)).decode().partition(" ")
+    return host, int(port)
+
+
+def _host_store(launch: LaunchInfo, secret: bytes, *, port: int) -> StoreServer:
+    host = _address_towards(launch.host, launch.port) or "127.0.0.1"
+    outside = reachable_address("0.0.0.0")  # noqa: S104 (no address to bind: asks for the route)
+    # A host's own name is often a loopback address to itself, and to no other host.
+    is_named = host.startswith("127.") and launch.host not in {host, "localhost"}
+    others = [outside] if is_named and outside != host else []
+    return StoreServer(
+        others[0] if others else host, secret, port=port, other_hosts=others and [host]
+    )
 
 
 def _address_towards(host: str, port: int) -> str | None:

@@ -40,7 +40,7 @@ def test_a_wrong_token_is_called_one() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with pytest.raises(StoreError, match="wrong token"):
+        with pytest.raises(StoreError, match="another token"):
             join(f"127.0.0.1:{links.port}", token="guessed")
     finally:
         is_over.set()

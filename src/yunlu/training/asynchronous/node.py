@@ -202,7 +202,6 @@ class AsyncNodeAgent:
     def _hello(self) -> NodeHello:
         self._reported_pids.clear()  # a new supervisor knows nothing of this node
         return NodeHello(
-            token="",
             node=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),

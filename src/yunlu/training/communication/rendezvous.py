@@ -1,26 +1,28 @@
-"""Rendezvous of workers: exchange addresses through a store and connect, authenticated by token."""
+"""Rendezvous of workers: exchange addresses through a store, connect, prove the secret to each other.
+
+The store is told addresses only: whoever answers at a false one cannot prove the secret.
+"""
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import select
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from yunlu.core.secure_link import SecureLink, derive_secret
 from yunlu.training.communication.transport_session import MAGIC, VERSION, LinkLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HELLO = struct.Struct("<2sBxI32s")
+_HELLO = struct.Struct("<2sBxI")
 _MAX_PENDING = 64
 _POLL_S = 0.25
 
@@ -29,7 +31,6 @@ _POLL_S = 0.25
 class _PeerAddress:
     host: str
     port: int
-    token: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Deadline:
 class _IncomingCall:
     """A connection that has not sent its complete hello."""
 
-    sock: socket.socket
+    link: SecureLink
     received: bytes = b""
 
 
@@ -68,39 +69,40 @@ def connect_all(
     host: str,
     *,
     name: str,
+    secret: bytes,
     within_s: float,
     check: Callable[[], object] | None = None,
-) -> tuple[tuple[str, ...], dict[int, socket.socket]]:
+) -> tuple[tuple[str, ...], dict[int, SecureLink]]:
     """Address of every worker, and a connection to each peer."""
     deadline = _Deadline(time.monotonic() + within_s, check)
-    token = secrets.token_bytes(32)
-    links: dict[int, socket.socket] = {}
+    secret = derive_secret(secret, "transport", name)
+    links: dict[int, SecureLink] = {}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         ExitStack() as undo,
         socket.create_server((host, 0), family=family, backlog=size + _MAX_PENDING) as listener,
     ):
         undo.callback(_close_all, links)
-        own = _PeerAddress(host, listener.getsockname()[1], token)
-        store.set(f"{name}/{rank}", f"{own.port} {token.hex()} {host}")
+        own = _PeerAddress(host, listener.getsockname()[1])
+        store.set(f"{name}/{rank}", f"{own.port} {host}")
         # The own address is known: a late worker must blame a missing peer, not itself.
         addresses = [
             own if peer == rank else _read_address(store, f"{name}/{peer}", peer, deadline)
             for peer in range(size)
         ]
         for peer in range(rank):
-            links[peer] = _connect(addresses[peer], rank, deadline, peer)
-        _accept_peers(listener, links, range(rank + 1, size), token, deadline)
-        for sock in links.values():
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            links[peer] = _connect(addresses[peer], secret, rank, deadline, peer)
+        _accept_peers(listener, links, range(rank + 1, size), secret, deadline)
+        for link in links.values():
+            link.setblocking(False)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         undo.pop_all()
     return tuple(address.host for address in addresses), links
 
 
-def _close_all(links: dict[int, socket.socket]) -> None:
-    for sock in links.values():
-        sock.close()
+def _close_all(links: dict[int, SecureLink]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def _read_address(store: Any, key: str, peer: int, deadline: _Deadline) -> _PeerAddress:
@@ -114,28 +116,39 @@ def _read_address(store: Any, key: str, peer: int, deadline: _Deadline) -> _Peer
         except RuntimeError:
             continue  # not set yet
         break
-    port, token, host = bytes(store.get(key)).decode().split(" ")
-    return _PeerAddress(host, int(port), bytes.fromhex(token))
+    port, host = bytes(store.get(key)).decode().split(" ")
+    return _PeerAddress(host, int(port))
 
 
-def _connect(address: _PeerAddress, rank: int, deadline: _Deadline, peer: int) -> socket.socket:
+def _connect(
+    address: _PeerAddress, secret: bytes, rank: int, deadline: _Deadline, peer: int
+) -> SecureLink:
     try:
         sock = socket.create_connection((address.host, address.port), timeout=deadline.left_s(peer))
     except OSError as error:
         raise LinkLostError(peer, str(error)) from error
+    link = SecureLink(sock, secret, is_server=False)
     try:
-        sock.sendall(_HELLO.pack(MAGIC, VERSION, rank, address.token))
+        while not link.is_proved:
+            link.settimeout(deadline.poll_s(peer))
+            with suppress(TimeoutError):  # the peer still connects to others
+                link.handshake()
+        link.settimeout(deadline.left_s(peer))
+        link.sendall(_HELLO.pack(MAGIC, VERSION, rank))
     except OSError as error:
-        sock.close()
+        link.close()
         raise LinkLostError(peer, str(error)) from error
-    return sock
+    except BaseException:
+        link.close()
+        raise
+    return link
 
 
 def _accept_peers(
     listener: socket.socket,
-    links: dict[int, socket.socket],
+    links: dict[int, SecureLink],
     peers: range,
-    token: bytes,
+    secret: bytes,
     deadline: _Deadline,
 ) -> None:
     """Accept the expected peers; a connection that sends nothing does not block others."""
@@ -148,17 +161,22 @@ def _accept_peers(
             for descriptor, _ in poll.poll(deadline.poll_s(missing[0]) * 1000):
                 call = calls.get(descriptor)
                 if call is None:
-                    _accept(listener, poll, calls)
+                    _accept(listener, secret, poll, calls)
                 elif _is_received(call):
                     poll.unregister(descriptor)
                     del calls[descriptor]
-                    _admit(call, token, links, missing)
+                    _admit(call, links, missing)
+                else:
+                    writes = select.POLLOUT if call.link.wants_write else 0
+                    poll.modify(descriptor, select.POLLIN | writes)
     finally:
         for call in calls.values():
-            call.sock.close()
+            call.link.close()
 
 
-def _accept(listener: socket.socket, poll: select.poll, calls: dict[int, _IncomingCall]) -> None:
+def _accept(
+    listener: socket.socket, secret: bytes, poll: select.poll, calls: dict[int, _IncomingCall]
+) -> None:
     try:
         sock, _ = listener.accept()
     except OSError:
@@ -168,30 +186,27 @@ def _accept(listener: socket.socket, poll: select.poll, calls: dict[int, _Incomi
         # Drop the oldest silent connection: peers send their hello at once.
         oldest = next(iter(calls))
         poll.unregister(oldest)
-        calls.pop(oldest).sock.close()
-    calls[sock.fileno()] = _IncomingCall(sock)
+        calls.pop(oldest).link.close()
+    calls[sock.fileno()] = _IncomingCall(SecureLink(sock, secret, is_server=True))
     poll.register(sock, select.POLLIN)
 
 
 def _is_received(call: _IncomingCall) -> bool:
-    """Whether the hello is complete or the connection closed."""
+    """Whether the hello is complete or the connection ended."""
     try:
-        more = call.sock.recv(_HELLO.size - len(call.received))
+        more = call.link.recv(_HELLO.size - len(call.received))
     except BlockingIOError:
         return False
-    except OSError:
+    except Exception:  # noqa: BLE001 (whatever a stranger sends ends only its connection)
         return True
     call.received += more
     return not more or len(call.received) == _HELLO.size
 
 
-def _admit(
-    call: _IncomingCall, token: bytes, links: dict[int, socket.socket], missing: list[int]
-) -> None:
+def _admit(call: _IncomingCall, links: dict[int, SecureLink], missing: list[int]) -> None:
     if len(call.received) == _HELLO.size:
-        magic, version, peer, given_token = _HELLO.unpack(call.received)
-        is_known = (magic, version) == (MAGIC, VERSION) and hmac.compare_digest(given_token, token)
-        if is_known and peer in missing and peer not in links:
-            links[peer] = call.sock
+        magic, version, peer = _HELLO.unpack(call.received)
+        if (magic, version) == (MAGIC, VERSION) and peer in missing and peer not in links:
+            links[peer] = call.link
             return
-    call.sock.close()  # unauthenticated; the peer may still connect
+    call.link.close()  # unauthenticated; the peer may still connect

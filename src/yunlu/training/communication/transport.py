@@ -17,12 +17,13 @@ from yunlu.training.communication.transport_session import (
     RefusedMessageError,
     Traffic,
     TransportSession,
-    shut_socket,
+    shut_link,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from yunlu.core.secure_link import SecureLink
     from yunlu.training.communication.transport_session import Data
 
 __all__ = ["LinkLostError", "RefusedMessageError", "Traffic", "Transport", "connect"]
@@ -47,7 +48,7 @@ class Transport:
         self,
         rank: int,
         hosts: tuple[str, ...],
-        links: Mapping[int, socket.socket],
+        links: Mapping[int, SecureLink],
         *,
         patience_s: float = _PATIENCE_S,
     ) -> None:
@@ -133,7 +134,7 @@ class Transport:
         """Abort all current and later waits; from any thread."""
         self.is_aborted = True
         for link in self.links.values():
-            shut_socket(link)
+            shut_link(link)
 
     def close(self) -> None:
         """Close the connections; called by the thread that uses them, or after it."""
@@ -149,6 +150,7 @@ def connect(
     host: str,
     *,
     name: str = "transport",
+    secret: bytes,
     within_s: float = _RENDEZVOUS_S,
     patience_s: float = _PATIENCE_S,
     check: Callable[[], object] | None = None,
@@ -161,9 +163,12 @@ def connect(
         size: Number of workers.
         host: Address at which peers reach this worker.
         name: Of this transport: unique in the store, and for its connections.
+        secret: Of these workers: they prove it to each other.
         within_s: Time limit for peers to connect.
         patience_s: See ``Transport``.
         check: Called while waiting for peers; may raise to end the wait.
     """
-    hosts, links = connect_all(store, rank, size, host, name=name, within_s=within_s, check=check)
+    hosts, links = connect_all(
+        store, rank, size, host, name=name, secret=secret, within_s=within_s, check=check
+    )
     return Transport(rank, hosts, links, patience_s=patience_s)

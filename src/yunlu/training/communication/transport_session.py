@@ -7,7 +7,6 @@ wrong checksum. No input is ever executed or unpickled.
 from __future__ import annotations
 
 import select
-import socket
 import struct
 import time
 from collections import deque
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
+
+    from yunlu.core.secure_link import SecureLink
 
     Data = Buffer | NDArray[Any]
     """Contiguous memory. NumPy arrays are buffers, but type checkers know this only from Python 3.12 on."""
@@ -65,7 +66,7 @@ class SessionTransport(Protocol):
     patience_s: float
 
     @property
-    def links(self) -> Mapping[int, socket.socket]:
+    def links(self) -> Mapping[int, SecureLink]:
         """Connection to each other worker."""
         ...
 
@@ -208,6 +209,9 @@ class TransportSession:
     def _run(self) -> None:
         deadline = time.monotonic() + self._transport.patience_s
         while self._watched:
+            if self._pull_pending():
+                deadline = time.monotonic() + self._transport.patience_s
+                continue
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 reason = f"no progress for {self._transport.patience_s:.3g} s"
@@ -219,6 +223,21 @@ class TransportSession:
                 self._move(self._peers[descriptor], events)
             if ready:
                 deadline = time.monotonic() + self._transport.patience_s
+
+    def _pull_pending(self) -> bool:
+        """Take what links have received already: their sockets need not become readable again."""
+        is_any = False
+        for peer, events in list(self._watched.items()):
+            if events & select.POLLIN and self._is_pending(peer):
+                self._pull(peer, self._incoming[peer])
+                is_any = True
+        return is_any
+
+    def _is_pending(self, peer: int) -> bool:
+        try:
+            return self._transport.links[peer].pending
+        except OSError as error:
+            raise self._lost(peer, error) from error
 
     def _move(self, peer: int, events: int) -> None:
         has_ended = events & ~(select.POLLIN | select.POLLOUT)
@@ -309,7 +328,7 @@ class TransportSession:
 
     def _shut_used_sockets(self) -> None:
         for peer in self._used:
-            shut_socket(self._transport.links[peer])
+            shut_link(self._transport.links[peer])
 
     def _lost(self, peer: int, error: OSError | None) -> LinkLostError:
         if self._transport.is_aborted:
@@ -317,10 +336,10 @@ class TransportSession:
         return LinkLostError(peer, "the connection ended" if error is None else str(error))
 
 
-def shut_socket(sock: socket.socket) -> None:
-    """Shut a socket at once; from any thread."""
+def shut_link(link: SecureLink) -> None:
+    """Shut a connection at once; from any thread."""
     try:
-        sock.shutdown(socket.SHUT_RDWR)
+        link.shutdown()
     except OSError:
         return  # already closed
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, connect_link
 from yunlu.core.settings import worker_environment
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import WORKER_LOG, Claim, require_local
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import FrameDecoder, FrameError, WorkerGroup, read_worker_group
+from yunlu.runs.worker_group import (
+    FrameDecoder,
+    FrameError,
+    WorkerGroup,
+    control_secret,
+    read_worker_group,
+)
 from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:
@@ -22,7 +28,6 @@ if TYPE_CHECKING:
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 GIVE_UP_S = 60.0
 """A worker without a supervisor for this long exits, so that no orphan remains."""
-_CONNECT_S = 1.0
 _SEND_S = 5.0
 _QUIET_S = 30.0
 _RETRY_S = 0.1
@@ -40,7 +45,7 @@ class ControlClient:
         self.run = run
         self._quiet_s = quiet_s
         self.group: WorkerGroup | None = None
-        self.connection: socket.socket | None = None
+        self.connection: SecureLink | None = None
         self.lost_at = time.monotonic()
         self._unpacker = FrameDecoder()
         self._received_at = 0.0
@@ -61,7 +66,7 @@ class ControlClient:
         return self.connection.getsockname()[0] if self.connection else "127.0.0.1"
 
     def connect(self, hello: Value) -> bool:
-        """Try to connect, at most every tenth of a second; ``hello`` is sent with the current token."""
+        """Try to connect, at most every tenth of a second; both ends prove the current token."""
         now = time.monotonic()
         if now - self._connect_tried_at < _RETRY_S:
             return False
@@ -70,10 +75,11 @@ class ControlClient:
         if group is None:
             return False
         try:
-            connection = socket.create_connection((group.host, group.port), timeout=_CONNECT_S)
+            connection = connect_link(
+                (group.host, group.port), control_secret(group.token), timeout_s=HANDSHAKE_S
+            )
             connection.settimeout(_SEND_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(frame(hello.model_copy(update={"token": group.token})))
+            connection.sendall(frame(hello))
         except OSError:
             return False
         self.group, self.connection = group, connection
@@ -94,11 +100,16 @@ class ControlClient:
         if self.connection is None:
             raise ControlLostError
         try:
-            chunk = self.connection.recv(1 << 16)
-            if not chunk:
-                raise ControlLostError
-            self._received_at = time.monotonic()
-            return [read_message(data) for data in self._unpacker.feed(chunk)]
+            messages: list[Message] = []
+            is_pending = True
+            while is_pending:
+                chunk = self.connection.recv(1 << 16)
+                if not chunk:
+                    raise ControlLostError
+                self._received_at = time.monotonic()
+                messages += [read_message(data) for data in self._unpacker.feed(chunk)]
+                is_pending = self.connection.pending
+            return messages
         except (OSError, FrameError) as error:
             raise ControlLostError from error
 

@@ -1,4 +1,4 @@
-"""Server end of the control connections: accept, authenticate by token, send and receive messages."""
+"""Server end of the control connections: accept, authenticate, send and receive messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.runs.worker_group import MAX_FRAME_BYTES, WRONG_TOKEN, FrameDecoder, FrameError
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink
+from yunlu.runs.worker_group import FrameDecoder, FrameError, control_secret
 from yunlu.training.elastic.messages import (
-    HELLO_BYTES,
     ClientHello,
     Message,
     NodeHello,
-    Reply,
     WorkerHello,
     frame,
-    is_same_token,
     read_message,
 )
 
@@ -26,7 +24,9 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
 
-_HELLO_S = 10.0
+_MAX_STRANGERS = 64
+"""Limit of connections that have not proved the token; the oldest is closed for a new one."""
+_RECORD_BYTES = 1 << 16
 _BACKLOG_BYTES = 16 << 20
 """A peer that lets this much pile up unread is disconnected."""
 
@@ -35,11 +35,13 @@ _BACKLOG_BYTES = 16 << 20
 class ControlConnection:
     """One accepted connection."""
 
-    sock: socket.socket
+    link: SecureLink
     opened_at: float
-    unpacker: FrameDecoder
+    unpacker: FrameDecoder = field(default_factory=FrameDecoder)
     hello: WorkerHello | NodeHello | ClientHello | None = None
     pending: bytearray = field(default_factory=bytearray)
+    unsent: bytes = b""
+    """Beginning of ``pending`` that the link has accepted but not sent whole."""
     is_closed: bool = False
 
 
@@ -47,7 +49,7 @@ class ControlServer:
     """Listening socket and all accepted connections."""
 
     def __init__(self, host: str, token: str) -> None:
-        self._token = token
+        self._secret = control_secret(token)
         self._selector = selectors.DefaultSelector()
         self._connections: set[ControlConnection] = set()
         self._listener = socket.create_server((host, 0), backlog=256)
@@ -75,15 +77,12 @@ class ControlServer:
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, ControlConnection):
-                if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if events & selectors.EVENT_READ:
-                    self._read(key.data, on_message)
+                self._serve(key.data, events, on_message)
             else:
                 _drain(key.fileobj)
         now = time.monotonic()
         for connection in list(self._connections):
-            if connection.hello is None and now - connection.opened_at > _HELLO_S:
+            if connection.hello is None and now - connection.opened_at > HANDSHAKE_S:
                 self.close(connection)
             if connection.is_closed:
                 self._connections.discard(connection)
@@ -101,8 +100,8 @@ class ControlServer:
         """Close one connection."""
         if not connection.is_closed:
             connection.is_closed = True
-            self._selector.unregister(connection.sock)
-            connection.sock.close()
+            self._selector.unregister(connection.link)
+            connection.link.close()
 
     def flush(self, within_s: float) -> None:
         """Send what is pending, within a time limit."""
@@ -128,7 +127,7 @@ class ControlServer:
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors without touching the parent's state."""
         for connection in self._connections:
-            connection.sock.close()
+            connection.link.close()
         self._listener.close()
         self._selector.close()
 
@@ -137,11 +136,35 @@ class ControlServer:
             sock, _ = self._listener.accept()
         except OSError:
             return
+        strangers = [c for c in self._connections if not c.link.is_proved and not c.is_closed]
+        if len(strangers) >= _MAX_STRANGERS:
+            self.close(min(strangers, key=lambda connection: connection.opened_at))
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = ControlConnection(sock, time.monotonic(), FrameDecoder(HELLO_BYTES))
+        link = SecureLink(sock, self._secret, is_server=True)
+        connection = ControlConnection(link, time.monotonic())
         self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._selector.register(link, selectors.EVENT_READ, connection)
+
+    def _serve(
+        self,
+        connection: ControlConnection,
+        events: int,
+        on_message: Callable[[ControlConnection, Message], None],
+    ) -> None:
+        if not connection.link.is_proved:
+            try:
+                connection.link.handshake()
+            except BlockingIOError:
+                self._watch(connection)
+                return
+            except Exception:  # noqa: BLE001 (whatever a stranger sends ends only its own connection)
+                self.close(connection)
+                return
+            self._watch(connection)
+        elif events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        self._read(connection, on_message)
 
     def _read(
         self,
@@ -149,37 +172,36 @@ class ControlServer:
         on_message: Callable[[ControlConnection, Message], None],
     ) -> None:
         try:
-            chunk = connection.sock.recv(1 << 18)
-            if not chunk:
-                self.close(connection)
-                return
-            for data in connection.unpacker.feed(chunk):
-                message = read_message(data)
-                if connection.hello is None:
-                    self._authenticate(connection, message)
-                on_message(connection, message)
-                if connection.is_closed:
+            while not connection.is_closed:
+                chunk = connection.link.recv(1 << 16)
+                if not chunk:
+                    self.close(connection)
                     return
+                for data in connection.unpacker.feed(chunk):
+                    message = read_message(data)
+                    if connection.hello is None:
+                        if not isinstance(message, WorkerHello | NodeHello | ClientHello):
+                            raise FrameError("the first message is not a hello")
+                        connection.hello = message
+                    on_message(connection, message)
+                    if connection.is_closed:
+                        return
         except BlockingIOError:
             return
         except (OSError, FrameError):
             self.close(connection)
-
-    def _authenticate(self, connection: ControlConnection, message: Message) -> None:
-        if not isinstance(message, WorkerHello | NodeHello | ClientHello):
-            raise FrameError("the first message is not a hello")
-        if not is_same_token(message.token, self._token):
-            self.send(connection, Reply(is_accepted=False, text=WRONG_TOKEN))
-            raise FrameError(WRONG_TOKEN)
-        connection.hello = message
-        connection.unpacker.limit_bytes = MAX_FRAME_BYTES
 
     def _flush(self, connection: ControlConnection) -> None:
         if connection.is_closed:
             return
         try:
             while connection.pending:
-                del connection.pending[: connection.sock.send(connection.pending)]
+                # A record that is not sent whole must be repeated as it was, and the buffer grows.
+                record = connection.unsent or bytes(connection.pending[:_RECORD_BYTES])
+                connection.unsent = record
+                connection.link.send(record)
+                del connection.pending[: len(record)]
+                connection.unsent = b""
         except BlockingIOError:
             pass
         except OSError:
@@ -188,8 +210,12 @@ class ControlServer:
         if len(connection.pending) > _BACKLOG_BYTES:
             self.close(connection)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
-        self._selector.modify(connection.sock, events, connection)
+        self._watch(connection)
+
+    def _watch(self, connection: ControlConnection) -> None:
+        is_writing = bool(connection.pending) or connection.link.wants_write
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
+        self._selector.modify(connection.link, events, connection)
 
 
 def _drain(woken: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import traceback
 from typing import Annotated, Any, Literal
 
@@ -12,9 +11,6 @@ from yunlu.core.errors import YunluError
 from yunlu.core.value import Value
 from yunlu.planning.layout import Layout, RankCoordinates
 from yunlu.runs.worker_group import FrameError, encode_frame
-
-HELLO_BYTES = 4096
-"""Size limit of a frame before the token is checked."""
 
 Ending = Literal["finished", "stopped", "async"]
 """``async``: the run continues with asynchronous workers."""
@@ -98,7 +94,6 @@ class WorkerHello(Value):
     """Registers a worker, also with a new supervisor."""
 
     kind: Literal["hello_worker"] = "hello_worker"
-    token: str
     worker: int
     node: str
     host: str
@@ -196,7 +191,6 @@ class NodeHello(Value):
     """Registers a node and its devices."""
 
     kind: Literal["hello_node"] = "hello_node"
-    token: str
     node: str
     host: str
     pid: int
@@ -229,12 +223,11 @@ class Exited(Value):
     """Cause, if known."""
 
 
-# From any holder of the token.
+# From any client that knows the token.
 class ClientHello(Value):
     """Registers a client."""
 
     kind: Literal["hello_client"] = "hello_client"
-    token: str
 
 
 class Resize(Value):
@@ -362,11 +355,6 @@ def read_message(data: dict[str, Any]) -> Message:
 def frame(message: Value) -> bytes:
     """Serialize a message as one frame."""
     return encode_frame(message.model_dump(mode="json"))
-
-
-def is_same_token(given: str, ours: str) -> bool:
-    """Compare tokens in constant time."""
-    return secrets.compare_digest(given.encode(), ours.encode())
 
 
 def as_failure(error: BaseException) -> Failed:

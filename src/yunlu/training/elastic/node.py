@@ -148,7 +148,6 @@ class NodeAgent:
 
     def _hello(self) -> NodeHello:
         return NodeHello(
-            token="",
             node=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),

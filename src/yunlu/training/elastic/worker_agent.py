@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from yunlu.core.settings import read_settings, use_network_interface
+from yunlu.core.secure_link import derive_secret
+from yunlu.core.settings import read_settings
 from yunlu.training.attempt import as_user_error
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.messages import (
@@ -44,8 +45,9 @@ from yunlu.training.elastic.messages import (
     WorkerHello,
     as_failure,
 )
-from yunlu.training.elastic.sockets import interface_of, open_store, shut_since
-from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets
+from yunlu.training.parallel.gloo_tunnel import secure_gloo
+from yunlu.training.parallel.group_store import GroupStore, StoreServer
+from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets, shut_since
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class WorkerAgent:
         """Pause at the next step boundary, together with all other workers."""
         self.wants_stop = False
         """Save and stop at the next step boundary, together with all other workers."""
+        self.trusts_network = False
+        """Whether process groups may be open to anybody on the network between the machines."""
         self._client = ControlClient(run)
         self._changed = threading.Condition()
         self._outbox: deque[Value] = deque()
@@ -100,7 +104,8 @@ class WorkerAgent:
         self._has_stepped = False
         self._is_urgent = False
         self._world: World | None = None
-        self._store: Any = None
+        self._store: GroupStore | None = None
+        self._store_server: StoreServer | None = None
         self._sockets_before: set[Socket] | None = None
         self._is_over = False
         self._shut_at: float | None = None
@@ -146,6 +151,8 @@ class WorkerAgent:
             assignment.rank,
             store,
             device=where,
+            secret=self._secret(assignment.generation),
+            trusts_network=self.trusts_network,
             host=self._client.local_host,
             check=self.check,
         )
@@ -157,16 +164,27 @@ class WorkerAgent:
     def handoff_group(self, assignment: Assignment) -> Generator[None]:
         """Default process group of ranked and departing workers, for the state handoff; all of them call it."""
         self._begin_forming()
-        dist.init_process_group(
-            "gloo",
-            store=self._open_store(assignment, "handoff"),
-            rank=assignment.handoff_rank,
-            world_size=assignment.handoff_size,
+        store, tunnel = secure_gloo(
+            self._open_store(assignment, "handoff"),
+            assignment.handoff_rank,
+            assignment.handoff_size,
+            self._client.local_host,
+            derive_secret(self._secret(assignment.generation), "handoff"),
+            trusts_network=self.trusts_network,
         )
         try:
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=assignment.handoff_rank,
+                world_size=assignment.handoff_size,
+            )
             yield
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if tunnel is not None:
+                tunnel.close()
 
     def state_restored(self, assignment: Assignment, step: int) -> None:
         """The worker holds the complete state after ``step`` steps, split as in this generation."""
@@ -254,13 +272,19 @@ class WorkerAgent:
     def leave_groups(self) -> None:
         """Leave the process groups, in whatever state they are."""
         self._sockets_before = None
-        world, self._world, self._store = self._world, None, None
+        world, self._world = self._world, None
+        store, self._store = self._store, None
+        server, self._store_server = self._store_server, None
         if world is not None:
             with suppress(Exception):  # a broken group need not close cleanly
                 world.close()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
+        if store is not None:
+            store.close()
+        if server is not None:
+            server.close()
 
     def report_failure(self, error: BaseException) -> None:
         """Report an error that fails the run, and wait until it is sent."""
@@ -291,21 +315,27 @@ class WorkerAgent:
     def _open_store(self, assignment: Assignment, prefix: str) -> Store:
         """Open the store of a generation: rank 0 hosts it, the supervisor passes its address on."""
         if self._store is None:
+            generation = assignment.generation
+            secret = self._secret(generation)
             if assignment.handoff_rank == 0:
-                store = open_store(self._client.local_host, 0, is_host=True)
-                host, port = self._client.local_host, store.port
-                self._enqueue(StoreHosted(generation=assignment.generation, host=host, port=port))
+                server = self._store_server = StoreServer(self._client.local_host, secret)
+                host, port = server.host, server.port
+                self._enqueue(StoreHosted(generation=generation, host=host, port=port))
             else:
-                store = open_store(*self._wait_store_address(assignment.generation), is_host=False)
-            store.set_timeout(timedelta(seconds=_STORE_S * read_settings().patience))
-            self._store = store
-        use_network_interface(interface_of(self._client.local_host))
+                host, port = self._wait_store_address(generation)
+            timeout = timedelta(seconds=_STORE_S * read_settings().patience)
+            self._store = GroupStore((host, port), secret, timeout=timeout)
         prefixed = PrefixStore(prefix, self._store)
         # Wait here, where a halt can interrupt, until every rank has arrived.
         prefixed.set(f"here-{assignment.handoff_rank}", "1")
         size = assignment.handoff_size if prefix == "handoff" else assignment.layout.world
         prefixed.wait([f"here-{rank}" for rank in range(size)])
         return prefixed
+
+    def _secret(self, generation: int) -> bytes:
+        """Secret of a generation: only workers of this run can compute it."""
+        assert self._client.group is not None
+        return derive_secret(self._client.group.token.encode(), "generation", generation)
 
     def _wait_store_address(self, generation: int) -> tuple[str, int]:
         def is_known() -> bool:
@@ -445,7 +475,6 @@ class WorkerAgent:
         current = self.assignment
         waits = self._is_waiting and self._pending is None
         return WorkerHello(
-            token="",
             worker=self.number,
             node=self.node,
             host=socket.gethostname(),

@@ -7,11 +7,15 @@ import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
 import torch.distributed as dist
 
 from yunlu.core.errors import YunluError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _MESSAGES = (
     "gloo",
@@ -55,6 +59,13 @@ def shut(target: Socket) -> None:
             os.close(duplicate)
 
 
+def shut_since(before: set[Socket], *, keep: Collection[int]) -> None:
+    """Shut every socket opened since: a thread that waits on one gets an error at once."""
+    for sock in open_sockets() - before:
+        if sock.descriptor not in keep:
+            shut(sock)
+
+
 def _shut_down(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     try:
@@ -62,6 +73,14 @@ def _shut_down(descriptor: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
     finally:
         connection.detach()
+
+
+def interface_of(host: str) -> str | None:
+    """Network interface with this address, on which peers reach this process."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return None
 
 
 def is_connection_error(error: BaseException) -> bool:

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import AXES, Layout, RankCoordinates
 from yunlu.training.communication.allreduce.doubling import doubling_allreduce
 from yunlu.training.communication.transport import connect
+from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
 from yunlu.training.parallel.tensor_slices import shard_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.transport import Transport
+    from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 
 NEVER_S = 24 * 3600.0
 """The watchdog detects hangs much earlier; torch's timeout would only blame the wrong worker."""
@@ -53,6 +56,9 @@ class World:
     """Why its workers cannot switch to asynchronous training; empty if they can."""
     can_exclude_workers: bool = False
     """Whether stragglers can be excluded while the others continue."""
+    secret: bytes = b""
+    """Known to its workers only: they prove it to each other."""
+    _tunnel: GlooTunnel | None = None
     _store: Any = None
     _wires: list[Transport] = field(default_factory=list[Any])
     _quick: Transport | None = None
@@ -186,6 +192,7 @@ class World:
             len(ranks),
             self.host,
             name=f"wire-{len(self._wires)}-{ranks[0]}",
+            secret=self.secret,
             within_s=_MEET_S,
             patience_s=NEVER_S,
             check=check or self._check_connected,
@@ -222,7 +229,9 @@ class World:
             if self.is_disconnected:
                 _keep_groups(list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
             dist.destroy_process_group()
-        self.mesh = None
+        if self._tunnel is not None:
+            self._tunnel.close()
+        self._tunnel = self.mesh = None
         self._joint.clear()
 
 
@@ -232,13 +241,16 @@ def form_world(
     store: Any,
     *,
     device: torch.device,
+    secret: bytes,
+    trusts_network: bool = False,
     host: str = "127.0.0.1",
     check: Callable[[], object] | None = None,
 ) -> World:
     """Form a world with the other workers; all call this with the same layout.
 
-    ``host`` is the address at which the others reach this worker; ``check`` may end the waiting for
-    them by raising.
+    They prove the ``secret`` to each other. ``trusts_network``: process groups between machines may be
+    open to anybody there. ``host`` is the address at which the others reach this worker; ``check`` may
+    end the waiting for them by raising.
     """
     if layout.is_single:
         return World(layout=layout, rank=0, device=device)
@@ -246,9 +258,18 @@ def form_world(
     _clear_mesh_caches()
     before = open_sockets()
     backend = "nccl" if device.type == "cuda" else "gloo"
+    gloo_store, tunnel = secure_gloo(
+        store, rank, layout.world, host, secret, trusts_network=trusts_network
+    )
+    if tunnel is not None and backend == "nccl":
+        tunnel.close()
+        raise TrainingError(
+            "NCCL does not authenticate or encrypt what it sends between machines.",
+            hint="On a network that only you can reach, set communication.trust to network.",
+        )
     dist.init_process_group(
         backend,
-        store=store,
+        store=gloo_store,
         rank=rank,
         world_size=layout.world,
         timeout=timedelta(seconds=NEVER_S),
@@ -256,7 +277,16 @@ def form_world(
     names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
     shape = tuple(layout.size_of(axis) for axis in names)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    world = World(layout=layout, rank=rank, device=device, mesh=mesh, host=host, _store=store)
+    world = World(
+        layout=layout,
+        rank=rank,
+        device=device,
+        mesh=mesh,
+        host=host,
+        secret=secret,
+        _tunnel=tunnel,
+        _store=store,
+    )
     world.group("dp", "fsdp")  # created now, by all workers at once
     for axes in [*((name,) for name in names), ("dp", "fsdp")]:
         _disable_timeout(world.group(*axes))

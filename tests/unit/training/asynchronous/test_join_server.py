@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from yunlu.core.errors import StoreError
+from yunlu.core.secure_link import SecureLink
 from yunlu.core.value import Value
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.home import open_run
@@ -20,6 +22,7 @@ from yunlu.runs.worker_group import (
     LOCAL,
     FrameDecoder,
     WorkerGroup,
+    control_secret,
     reachable_address,
     read_worker_group,
     send_request,
@@ -47,11 +50,16 @@ class Machine:
         self, server: JoinServer, crew: WorkerGroup, name: str = "far", *, pid: int = 1
     ) -> None:
         self._door = server
-        self._link = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
+        sock = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
+        self._link = SecureLink(sock, control_secret(crew.token), is_server=False)
+        with ThreadPoolExecutor() as threads:
+            proving = threads.submit(self._link.handshake)
+            while not proving.done():
+                server.poll(0.01)
+            proving.result()
         self._unpacker = FrameDecoder()
         self.say(
             NodeHello(
-                token=crew.token,
                 node=name,
                 host="far-host",
                 pid=pid,

@@ -22,7 +22,9 @@ def make_wires(hosts: Sequence[str], *, patience_s: float = LIMIT_S) -> list[Tra
     size = len(hosts)
 
     def join(rank: int) -> Transport:
-        return connect(store, rank, size, hosts[rank], within_s=LIMIT_S, patience_s=patience_s)
+        return connect(
+            store, rank, size, hosts[rank], secret=b"test", within_s=LIMIT_S, patience_s=patience_s
+        )
 
     return in_threads(join, size)
 

@@ -32,7 +32,9 @@ def _run(function: Callable[[Transport], Found], size: int) -> list[Found]:
     store = dist.HashStore()
 
     def work(rank: int) -> Found:
-        transport = connect(store, rank, size, "127.0.0.1", within_s=LIMIT_S, patience_s=LIMIT_S)
+        transport = connect(
+            store, rank, size, "127.0.0.1", secret=b"test", within_s=LIMIT_S, patience_s=LIMIT_S
+        )
         try:
             return function(transport)
         finally:
@@ -344,10 +346,12 @@ def _train_in_sites(
 ) -> list[Tensor]:
     """Each step of a site is the same on all its workers; one of them speaks for it."""
     number, mates = next((n, ranks) for n, ranks in enumerate(sites) if rank in ranks)
-    inside = connect(store, mates.index(rank), len(mates), "127.0.0.1", name=f"site-{number}")
+    inside = connect(
+        store, mates.index(rank), len(mates), "127.0.0.1", secret=b"test", name=f"site-{number}"
+    )
     weights = _weights()
     if rank == mates[0]:
-        between = connect(store, number, len(sites), "127.0.0.1", name="between")
+        between = connect(store, number, len(sites), "127.0.0.1", secret=b"test", name="between")
         averaging = WeightAveraging(weights, between, rules, site_transport=inside)
     else:
         averaging = SiteFollower(weights, inside, rules)

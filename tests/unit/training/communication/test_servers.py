@@ -26,6 +26,7 @@ from tests.unit.training.communication.served import (
 )
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import ModelError, TrainingError
+from yunlu.core.secure_link import connect_link, derive_secret
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
@@ -316,7 +317,8 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
     _, weights = train_alone(rules)
     with serving(tmp_path, rules) as servers:
         address = read_address(servers.directory, 0)
-        hello = b"".join(pack(dump_message(ServerHello(token=address.token, worker="bad"))))
+        secret = derive_secret(address.token.encode(), "shard")
+        hello = b"".join(pack(dump_message(ServerHello(worker="bad"))))
         length = servers.shards[0].weights.body_bytes
         push = b"".join(
             pack(dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length))
@@ -324,15 +326,12 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
         damaged = bytearray(push)
         damaged[-3] ^= 1
         too_long = b"".join(pack(dump_message(Pull()), bytes(length + 4)))
+        strangers = [b"GET / HTTP/1.1\r\n\r\n", bytes(4096), hello, b"\x16\x03\x01" + bytes(500)]
         attempts = [
-            b"GET / HTTP/1.1\r\n\r\n",
-            bytes(4096),
-            b"".join(pack(dump_message(ServerHello(token="f" * 64, worker="w0")))),
             b"".join(pack(dump_message(TakeTicket()))),
-            b"".join(
-                pack({**dump_message(ServerHello(token=address.token, worker="bad")), "extra": 1})
-            ),
-            b"".join(pack({"kind": "hello", "token": "x" * 100_000, "worker": "w"})),
+            b"".join(pack({**dump_message(ServerHello(worker="bad")), "extra": 1})),
+            b"".join(pack({"kind": "hello", "worker": "x" * 100_000})),
+            b"".join(pack({"kind": "hello", "worker": "\ud800"})),
             hello + bytes(damaged),
             hello + too_long,
             hello + b"".join(pack({"kind": "load", "pickle": "gASV"})),
@@ -340,15 +339,21 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
             hello + push[: len(push) // 2],
         ]
         crew = [Worker(servers, "w0"), Worker(servers, "w1")]
-        for attempt in attempts:
-            with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as link:
+        where = (address.host, address.port)
+        for attempt in (*strangers, *attempts):
+            is_stranger = attempt in strangers
+            with (
+                socket.create_connection(where, timeout=LIMIT_S)
+                if is_stranger
+                else connect_link(where, secret, timeout_s=LIMIT_S)
+            ) as link:
                 answer = b""
                 with suppress(OSError):  # it may have been hung up on before it had said all
                     link.sendall(attempt)
                     link.shutdown(socket.SHUT_WR)
                     while more := link.recv(65536):
                         answer += more
-                assert not answer or attempt.startswith(hello)
+                assert not answer or (not is_stranger and attempt.startswith(hello))
         for worker in crew:
             worker.end()
         torch.testing.assert_close(servers.weights(), weights, rtol=0, atol=1e-6)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.connected import close_all, in_threads, make_wires
 from tests.waiting import LIMIT_S
+from yunlu.core.secure_link import SecureLink, derive_secret
 from yunlu.training.communication.transport import (
     LinkLostError,
     RefusedMessageError,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEADER = struct.Struct("<2sBBIQQ")
-HELLO = struct.Struct("<2sBxI32s")
+HELLO = struct.Struct("<2sBxI")
+SECRET = derive_secret(b"test", "transport", "transport")
 
 
 @pytest.fixture
@@ -278,23 +280,25 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         joined: list[Transport] = []
 
         def join(rank: int) -> None:
-            joined.append(connect(store, rank, 3, "127.0.0.1", within_s=LIMIT_S))
+            joined.append(connect(store, rank, 3, "127.0.0.1", secret=b"test", within_s=LIMIT_S))
 
         first = Thread(target=join, args=[0], daemon=True)
         first.start()
-        token = bytes.fromhex(store.get("transport/0").split(b" ")[1].decode())
-        turned_away = [
+        turned_away: list[socket.socket | SecureLink] = [
             stack.enter_context(closing(_knock(store, said)))
-            for said in (
-                HELLO.pack(b"YW", 1, 1, bytes(32)),
-                HELLO.pack(b"YW", 1, 1, token[:-1] + bytes([token[-1] ^ 1])),
-                HELLO.pack(b"HT", 1, 1, token),
-                HELLO.pack(b"YW", 2, 1, token),
-                HELLO.pack(b"YW", 1, 0, token),
-                HELLO.pack(b"YW", 1, 77, token),
-            )
+            for said in (HELLO.pack(b"YW", 1, 1), b"\x16\x03\x01" + bytes(500), b"GET /")
         ]
-        half = HELLO.pack(b"YW", 1, 1, token)[:-1]
+        for said in (
+            HELLO.pack(b"HT", 1, 1),
+            HELLO.pack(b"YW", 2, 1),
+            HELLO.pack(b"YW", 1, 0),
+            HELLO.pack(b"YW", 1, 77),
+        ):  # they know the secret, and are still no peers
+            link = SecureLink(_knock(store, b""), SECRET, is_server=False)
+            stack.callback(link.close)
+            link.sendall(said)
+            turned_away.append(link)
+        half = b"YUNLUc1"
         silent = [stack.enter_context(closing(_knock(store, said))) for said in [b"", half] * 20]
         in_threads(lambda rank: join(rank + 1), 2)
         first.join(LIMIT_S)
@@ -308,7 +312,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
             assert _is_hung_up(caller)
 
 
-def _is_hung_up(caller: socket.socket) -> bool:
+def _is_hung_up(caller: socket.socket | SecureLink) -> bool:
     try:
         return caller.recv(1) == b""
     except ConnectionResetError:
@@ -319,20 +323,20 @@ def _is_hung_up(caller: socket.socket) -> bool:
 def test_nobody_comes(within_s: float) -> None:
     store = dist.HashStore()
     with pytest.raises(LinkLostError, match="Lost worker 1: it did not connect in time"):
-        connect(store, 0, 2, "127.0.0.1", within_s=within_s)
+        connect(store, 0, 2, "127.0.0.1", secret=b"test", within_s=within_s)
     with pytest.raises(ConnectionRefusedError):
         _knock(store, b"")
 
 
 def test_one_who_came_and_never_called_is_missed() -> None:
     store = dist.HashStore()
-    store.set("transport/1", f"1 {'00' * 32} 127.0.0.1")
+    store.set("transport/1", "1 127.0.0.1")
     with pytest.raises(LinkLostError, match="Lost worker 1: it did not connect in time"):
-        connect(store, 0, 2, "127.0.0.1", within_s=0.05)
+        connect(store, 0, 2, "127.0.0.1", secret=b"test", within_s=0.05)
 
 
 def test_one_whom_nobody_answers_for_is_missed() -> None:
     store = dist.HashStore()
-    store.set("transport/0", f"1 {'00' * 32} 127.0.0.1")
+    store.set("transport/0", "1 127.0.0.1")
     with pytest.raises(LinkLostError, match="Lost worker 0"):
-        connect(store, 1, 2, "127.0.0.1")
+        connect(store, 1, 2, "127.0.0.1", secret=b"test")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from yunlu.core.secure_link import SecureLink
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import ErrorRaised, WarningRaised, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
@@ -64,8 +65,8 @@ class Rig:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.doors += [ours, theirs]
-        connection = ControlConnection(ours, self.now, Any)  # type: ignore[arg-type]
-        self.server._selector.register(ours, 1, connection)
+        connection = ControlConnection(SecureLink(ours, b"test", is_server=True), self.now)
+        self.server._selector.register(connection.link, 1, connection)
         return connection
 
     def handle_message(self, number: int, message: Any) -> None:
@@ -84,7 +85,6 @@ class Rig:
 
     def greet(self, node: str, pid: int, devices: int = 1) -> ControlConnection:
         hello = NodeHello(
-            token="token",
             node=node,
             host=socket.gethostname(),
             pid=pid,

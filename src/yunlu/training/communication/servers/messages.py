@@ -27,7 +27,6 @@ class ServerHello(Value):
     """A worker connects or reconnects."""
 
     kind: Literal["hello"] = "hello"
-    token: str
     index: _NonNegative = 0
     """The server it means: another one may now use the address."""
     worker: Annotated[str, Field(min_length=1, max_length=200)]

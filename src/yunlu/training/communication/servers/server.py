@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import selectors
 import socket
@@ -10,6 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret
 from yunlu.runs.worker_group import reachable_address
 from yunlu.training.communication.servers.address import ServerAddress, publish_address
 from yunlu.training.communication.servers.frames import (
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.store import Shard
 
 log = logging.getLogger(__name__)
-_HELLO_S = 10.0
 _SILENCE_CHECK_S = 1.0
 """Interval of the check for silent clients."""
 _MAX_CONNECTIONS = 1024
+_MAX_STRANGERS = 64
+"""Limit of connections that have not proved the secret; the oldest is closed for a new one."""
 
 
 class _ClientConnection:
     """Connection of a worker."""
 
-    def __init__(self, link: socket.socket, now: float) -> None:
+    def __init__(self, link: SecureLink, now: float) -> None:
         self.link = link
         self.reader = FrameReader(control_bytes=HELLO_BYTES)
         self.outgoing: deque[memoryview] = deque()
@@ -84,7 +85,8 @@ class ShardServer:
     ) -> None:
         self._shard = shard
         self._is_needed = is_needed
-        self._clients: dict[socket.socket, _ClientConnection] = {}
+        self._secret = derive_secret(shard.token.encode(), "shard")
+        self._clients: dict[SecureLink, _ClientConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -107,7 +109,7 @@ class ShardServer:
                         return
                     if key.fileobj is self._listener:
                         self._let_in()
-                    elif isinstance(key.fileobj, socket.socket):
+                    elif isinstance(key.fileobj, SecureLink):
                         self._move(key.fileobj, events)
                 self._serve_waiting()
                 if time.monotonic() - looked_at >= _SILENCE_CHECK_S:
@@ -135,26 +137,31 @@ class ShardServer:
 
     def _let_in(self) -> None:
         try:
-            link, _ = self._listener.accept()
+            sock, _ = self._listener.accept()
         except OSError:
             return  # closed again
+        strangers = [link for link in self._clients if not link.is_proved]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._disconnect(strangers[0], "too many unauthenticated connections")
         if len(self._clients) >= _MAX_CONNECTIONS:
-            link.close()
+            sock.close()
             return
-        link.setblocking(False)
+        sock.setblocking(False)
+        link = SecureLink(sock, self._secret, is_server=True)
         enable_keepalive(link)
         self._clients[link] = _ClientConnection(link, time.monotonic())
         self._selector.register(link, selectors.EVENT_READ)
 
-    def _move(self, link: socket.socket, events: int) -> None:
+    def _move(self, link: SecureLink, events: int) -> None:
         client = self._clients.get(link)
         if client is None:
             return  # disconnected meanwhile
+        if not link.is_proved and not self._shake_hands(link):
+            return
         try:
-            if events & selectors.EVENT_WRITE:
+            if events & selectors.EVENT_WRITE and client.outgoing:
                 self._write(client)
-            if events & selectors.EVENT_READ:
-                self._read(client)
+            self._read(client)
         except BlockingIOError:
             return
         except (OSError, EOFError) as error:
@@ -164,6 +171,21 @@ class ShardServer:
                 "rejected data of %s: %s", client.worker or "an unauthenticated client", error
             )
             self._disconnect(link, str(error))
+
+    def _shake_hands(self, link: SecureLink) -> bool:
+        """Whether the client has proved the secret."""
+        try:
+            link.handshake()
+        except BlockingIOError:
+            events = selectors.EVENT_WRITE if link.wants_write else selectors.EVENT_READ
+            self._selector.modify(link, events)
+            return False
+        except Exception as error:  # noqa: BLE001 (whatever a stranger sends ends only its connection)
+            log.warning("refused an unauthenticated client: %s", error)
+            self._disconnect(link, "unauthenticated")
+            return False
+        self._selector.modify(link, selectors.EVENT_READ)
+        return True
 
     def _read(self, client: _ClientConnection) -> None:
         while client.link in self._clients:
@@ -187,7 +209,7 @@ class ShardServer:
         client.outgoing.extend(pack(dump_message(answer), body))
         self._selector.modify(client.link, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
-    def _disconnect(self, link: socket.socket, reason: str) -> None:
+    def _disconnect(self, link: SecureLink, reason: str) -> None:
         client = self._clients.pop(link)
         self._selector.unregister(link)
         link.close()
@@ -219,11 +241,8 @@ class ShardServer:
             self._dispatch(client, request, self._shard.dispatcher)
 
     def _greet(self, client: _ClientConnection, request: Request) -> None:
-        token = self._shard.token.encode()
-        if not isinstance(request, ServerHello) or not hmac.compare_digest(
-            request.token.encode(), token
-        ):
-            raise BadFrameError("wrong token")
+        if not isinstance(request, ServerHello):
+            raise BadFrameError("the first request is not a hello")
         if request.index != self._shard.index:
             raise BadFrameError(f"request for server {request.index}")
         for other in list(self._clients.values()):
@@ -301,6 +320,6 @@ class ShardServer:
 
     def _look_for_silence(self, now: float) -> None:
         for link, client in list(self._clients.items()):
-            limit_s = self._shard.rules.silence_s if client.worker else _HELLO_S
+            limit_s = self._shard.rules.silence_s if client.worker else HANDSHAKE_S
             if client.waiting is None and now - client.received_at > limit_s:
                 self._disconnect(link, f"silent for {limit_s:.0f} s")

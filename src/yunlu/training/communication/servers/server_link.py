@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.secure_link import connect_link, derive_secret
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
 from yunlu.training.communication.servers.messages import ServerHello, dump_message, read_reply
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from yunlu.core.secure_link import SecureLink
     from yunlu.core.value import Value
     from yunlu.training.communication.servers.frames import Frame
     from yunlu.training.communication.servers.messages import ServerReply
@@ -38,7 +40,7 @@ class ServerLostError(TrainingError):
     """A server did not come back in time."""
 
 
-def enable_keepalive(link: socket.socket) -> None:
+def enable_keepalive(link: SecureLink) -> None:
     """Disable Nagle's algorithm, and detect a dead peer in half a minute."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -91,7 +93,7 @@ class ServerLink:
     ) -> None:
         self._directory, self._index, self._worker, self._held = directory, index, worker, held
         self.traffic, self._patience_s = traffic, patience_s
-        self._link: socket.socket | None = None
+        self._link: SecureLink | None = None
         self._reader = FrameReader()
         self._pending: PendingRequest | None = None
         self._is_aborted = False
@@ -177,12 +179,15 @@ class ServerLink:
         if self._is_aborted:
             raise EOFError
         address = read_address(self._directory, self._index)
-        link = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
+        link = connect_link(
+            (address.host, address.port),
+            derive_secret(address.token.encode(), "shard"),
+            timeout_s=_CONNECT_S,
+        )
         try:
             enable_keepalive(link)
             self._link, self._reader = link, FrameReader(body_bytes=self._body_bytes)
             hello = ServerHello(
-                token=address.token,
                 index=self._index,
                 worker=self._worker,
                 held=tuple(self._held()),

@@ -22,13 +22,14 @@ _FRAME = 1 << 16
 
 def main() -> None:
     """Make the ends, say so, and carry."""
-    host, switch = (_make_end(name) for name in sys.argv[1:3])
+    host, switch = (make_end(name) for name in sys.argv[1:3])
     print("ready", flush=True)  # noqa: T201 (the rig waits for it)
     with suppress(OSError):  # an end was removed
         _carry(host, switch, float(sys.argv[3]) / 1000)
 
 
-def _make_end(name: str) -> int:
+def make_end(name: str) -> int:
+    """One end of a cable: an interface whose frames this process carries."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return end
@@ -43,22 +44,24 @@ def _carry(host: int, switch: int, delay_s: float) -> None:
         # A poll counts whole milliseconds, rounded up: the last one is spent asking.
         left_s = waiting[0][0] - time.monotonic() if waiting else 1.0
         poll.poll(max(0.0, left_s * 1000 - 1))
-        while (frame := _read(host)) is not None:
+        while (frame := read_frame(host)) is not None:
             waiting.append((time.monotonic() + delay_s, frame))
-        while (frame := _read(switch)) is not None:
-            _write(host, frame)
+        while (frame := read_frame(switch)) is not None:
+            write_frame(host, frame)
         while waiting and waiting[0][0] <= time.monotonic():
-            _write(switch, waiting.popleft()[1])
+            write_frame(switch, waiting.popleft()[1])
 
 
-def _read(end: int) -> bytes | None:
+def read_frame(end: int) -> bytes | None:
+    """The next frame; None if there is none yet."""
     try:
         return os.read(end, _FRAME)
     except BlockingIOError:
         return None
 
 
-def _write(end: int, frame: bytes) -> None:
+def write_frame(end: int, frame: bytes) -> None:
+    """Pass a frame on."""
     with suppress(OSError):  # a cable that is pulled, or a queue that is full, loses frames
         os.write(end, frame)
 

@@ -55,11 +55,17 @@ def make_bridge(prefix: str) -> None:
     ip("link", "set", bridge_name(prefix), "up")
 
 
-def make_host(prefix: str, host: int, *, delay_ms: float = 0.0) -> subprocess.Popen[str] | None:
-    """A namespace whose cable is in the switch; with a delay, also the process that is the cable."""
+def make_host(
+    prefix: str, host: int, *, delay_ms: float = 0.0, tap: Path | None = None
+) -> subprocess.Popen[str] | None:
+    """A namespace whose cable is in the switch; with a delay or a tap, also the process that is the cable."""
     name, cable = host_name(prefix, host), cable_name(prefix, host)
     ip("netns", "add", name)
-    carrier = _lay_slow_cable(prefix, host, delay_ms) if delay_ms else None
+    carrier = None
+    if tap is not None:
+        carrier = _lay_cable(prefix, host, "tap.py", str(tap))
+    elif delay_ms:
+        carrier = _lay_cable(prefix, host, "delay.py", str(delay_ms))
     if carrier is None:
         ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
     ip("link", "set", cable, "master", bridge_name(prefix), "up")
@@ -73,11 +79,11 @@ def make_host(prefix: str, host: int, *, delay_ms: float = 0.0) -> subprocess.Po
     return carrier
 
 
-def _lay_slow_cable(prefix: str, host: int, delay_ms: float) -> subprocess.Popen[str]:
+def _lay_cable(prefix: str, host: int, program: str, option: str) -> subprocess.Popen[str]:
     inner, cable = f"{prefix}d{host}", cable_name(prefix, host)
-    script = str(Path(__file__).with_name("delay.py"))
+    script = str(Path(__file__).with_name(program))
     carrier = subprocess.Popen(  # noqa: S603 (our own script)
-        [sys.executable, script, inner, cable, str(delay_ms)],
+        [sys.executable, script, inner, cable, option],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -92,7 +98,9 @@ def _lay_slow_cable(prefix: str, host: int, delay_ms: float) -> subprocess.Popen
         words = carrier.stderr.read().strip().splitlines()
         carrier.stderr.close()
         carrier.wait()
-        raise RigError(f"no cable with a delay can be made: {words[-1] if words else said}")
+        raise RigError(
+            f"no cable that a program carries can be made: {words[-1] if words else said}"
+        )
     carrier.stderr.close()
     for end in (inner, cable):  # frames are carried one by one, in Python: the fewer the better
         ip("link", "set", end, "mtu", "9000")

@@ -48,6 +48,7 @@ class Rig:
         hosts: How many.
         rate: Of every host in both directions; ``none`` for no limit.
         delay_ms: From any host to any other, one way; it costs a process per host.
+        tap: Directory of somebody who reads and alters what the last host sends and receives; see ``tap``.
         pin: Whether processes of a host share one core, host by host in turn.
         prefix: Of all names; one of its own where none is given.
     """
@@ -58,6 +59,7 @@ class Rig:
         *,
         rate: str = "none",
         delay_ms: float = 0.0,
+        tap: Path | None = None,
         pin: bool = False,
         prefix: str | None = None,
     ) -> None:
@@ -65,7 +67,7 @@ class Rig:
             raise RigError(f"{hosts} hosts cannot be made: from 1 to 99 can")
         self.hosts = range(hosts)
         self.prefix = prefix or f"yr{secrets.token_hex(3)}"
-        self._rate, self._delay_ms, self._pin = rate, delay_ms, pin
+        self._rate, self._delay_ms, self._tap, self._pin = rate, delay_ms, tap, pin
         self._started: list[subprocess.Popen[Any]] = []
         self._carriers: list[subprocess.Popen[str]] = []
         """They end with their cables."""
@@ -94,7 +96,8 @@ class Rig:
         """Make them; for a rig that outlives this process, without a ``with``."""
         links.make_bridge(self.prefix)
         for host in self.hosts:
-            carrier = links.make_host(self.prefix, host, delay_ms=self._delay_ms)
+            tap = self._tap if host == self.hosts[-1] else None
+            carrier = links.make_host(self.prefix, host, delay_ms=self._delay_ms, tap=tap)
             if carrier is not None:
                 self._carriers.append(carrier)
         if self._rate != "none":

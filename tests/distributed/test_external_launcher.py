@@ -164,7 +164,7 @@ class Bench:
 
     def run(self) -> RunStore:
         """The one run there is."""
-        (path,) = (self.directory / "home").glob("*-*")
+        (path,) = (self.directory / "home").glob("job-*")
         return open_run(path)
 
     def left(self) -> list[psutil.Process]:

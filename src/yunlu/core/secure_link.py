@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,7 @@ _JOIN_BYTES = 1 << 16
 _READ_BYTES = 1 << 18
 _TLS_HANDSHAKE = b"\x16"
 _TLS_RECORD_BYTES = 1 << 14
+_CLOSED_EARLY = "the peer closed the connection before it proved the secret"
 _CERTIFICATE_H = 24
 _RENEW_S = 3600.0
 """Age at which a process issues itself another certificate for new connections."""
@@ -102,19 +103,17 @@ class SecureLink:
         while not self.is_proved:
             if self._received_bytes >= UNPROVED_BYTES:
                 raise LinkRefusedError(f"the peer sent {UNPROVED_BYTES} bytes without a proof")
-            if self._session is None:
-                first = self._sock.recv(1, socket.MSG_PEEK)
-                self._session = self._choose_session(first) if first else None
-            left = UNPROVED_BYTES - self._received_bytes
-            count = self._session and self._sock.recv_into(self._session.room()[:left])
-            if not count or self._session is None:
-                raise LinkRefusedError("the peer closed the connection before it proved the secret")
+            session = self._session or self._choose_session()
+            self._session = session
+            count = self._sock.recv_into(session.room()[: UNPROVED_BYTES - self._received_bytes])
+            if not count:
+                raise LinkRefusedError(_CLOSED_EARLY)
             self._received_bytes += count
             try:
-                self._queue(self._session.feed(count))
+                self._queue(session.feed(count))
             except LinkRefusedError:
                 with suppress(OSError):  # TLS tells an honest peer why; it may be gone
-                    self._sock.send(self._session.farewell())
+                    self._sock.send(session.farewell())
                 raise
             self._flush()
         self._flush()
@@ -219,7 +218,10 @@ class SecureLink:
         assert self._session is not None
         return self._session
 
-    def _choose_session(self, first: bytes) -> _Session:
+    def _choose_session(self) -> _Session:
+        first = self._sock.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise LinkRefusedError(_CLOSED_EARLY)
         if first == _TLS_HANDSHAKE:
             return _TlsSession(self._secret, is_server=True)
         if not is_same_machine(self._sock):
@@ -494,7 +496,7 @@ class _TlsSession:
     def _decrypt(self, into: memoryview) -> int:
         """Decrypt the next record; 0 while none is complete."""
         try:
-            count = self._tls.read(len(into), into)
+            count = cast("int", self._tls.read(len(into), into))
         except ssl.SSLWantReadError:
             return 0
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):

@@ -34,7 +34,7 @@ def read_group_secret(home: Path) -> bytes:
 
 def _create(path: Path) -> None:
     """Create the file whole; of several processes that try, one succeeds."""
-    descriptor, aside = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # 0600
+    descriptor, aside = tempfile.mkstemp(prefix=".secret.", dir=path.parent)  # 0600
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(_SECRET_BYTES))

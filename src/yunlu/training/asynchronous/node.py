@@ -27,7 +27,7 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area
-from yunlu.runs.worker_group import WRONG_TOKEN, read_worker_group
+from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
     ProcessGroupSupervisor,
@@ -213,7 +213,7 @@ class AsyncNodeAgent:
         match message:
             case Leave():
                 self._is_dismissed = True
-            case Reply() if not message.is_accepted and message.text != WRONG_TOKEN:
+            case Reply() if not message.is_accepted:
                 sys.stderr.write(f"the run rejected this node: {message.text}\n")
                 self._is_refused = self._is_dismissed = True
             case _:

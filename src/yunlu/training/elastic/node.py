@@ -24,7 +24,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
-from yunlu.runs.worker_group import LOCAL, WRONG_TOKEN, read_worker_group
+from yunlu.runs.worker_group import LOCAL, read_worker_group
 from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import ASYNC_NODE, exec_module
 from yunlu.training.elastic.messages import (
@@ -210,7 +210,7 @@ class NodeAgent:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
                 self._is_dismissed, self._successor = True, message.successor
-            case Reply() if not message.is_accepted and message.text != WRONG_TOKEN:
+            case Reply() if not message.is_accepted:
                 sys.stderr.write(f"the run rejected this node: {message.text}\n")
                 self._is_refused = self._is_dismissed = True
             case _:

@@ -74,13 +74,13 @@ class TunnelStore(Store):
         """Whether all keys are set."""
         return self._base.check(keys)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a counter."""
-        return self._base.add(key, amount)
+        return self._base.add(key, value)
 
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Set a value if the current one is as expected."""
-        return self._base.compare_set(key, expected, value)
+        return self._base.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key."""

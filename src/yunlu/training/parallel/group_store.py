@@ -225,15 +225,16 @@ class GroupStore(Store):
         """Whether all keys are set."""
         return self._call(op="check", keys=keys)["is_set"]
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a counter."""
-        return self._call(op="add", key=key, amount=amount)["total"]
+        return self._call(op="add", key=key, amount=value)["total"]
 
-    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
         """Set a value if the current one is as expected; returns the value then."""
-        answer = self._call(
-            op="compare_set", key=key, expected=_encode(expected), value=_encode(value)
-        )
+        expected, wanted = _encode(expected_value), _encode(desired_value)
+        answer = self._call(op="compare_set", key=key, expected=expected, value=wanted)
         return base64.b64decode(answer["value"])
 
     def delete_key(self, key: str) -> bool:

@@ -1,0 +1,367 @@
+"""Whatever a stranger sends to a door of ours ends the stranger's connection and nothing else.
+
+Doors: the control server of a worker group, the join server of an asynchronous run, a shard server, the
+rendezvous of transports, the store of a group, the gloo tunnel. Frames that ended runs once are among them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import threading
+from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.training.communication.test_servers import ADAMW, serving
+from tests.waiting import LIMIT_S, wait_until
+from yunlu.core.secure_link import SecureLink, connect_link, derive_secret
+from yunlu.runs.home import open_run
+from yunlu.runs.worker_group import (
+    FrameDecoder,
+    FrameError,
+    control_secret,
+    encode_frame,
+    read_worker_group,
+)
+from yunlu.training.asynchronous.join_server import JoinServer
+from yunlu.training.communication.servers.address import read_address
+from yunlu.training.communication.servers.rules import ServerRules
+from yunlu.training.communication.transport import connect
+from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.messages import read_message
+from yunlu.training.parallel.gloo_tunnel import GlooTunnel
+from yunlu.training.parallel.group_store import GroupStore, StoreServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SECRET = b"of this group"
+LONE_SURROGATE = b'{"kind":"hello_client","token":"\\ud800"}'
+DEEP = b"[" * 4000
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def make_corpus(size: int = 500) -> list[bytes]:
+    """Bytes of strangers: what ended runs once, other protocols, and parts of ours put together wrongly."""
+    known = [
+        *(frame(DEEP), frame(LONE_SURROGATE), DEEP, LONE_SURROGATE, frame(b'{"a":' * 4000)),
+        *(b"\xff\xff\xff\xff", b"\0\0\0\0", struct.pack("<Q", 1 << 60), b"YS" + bytes(30)),
+        *(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"),
+        *(
+            b"\x80\x04cos\nsystem\n(S'id'\ntR.",
+            b"SSH-2.0-OpenSSH_9\r\n",
+            b"\0" * 4096,
+            b"\xff" * 9000,
+        ),
+        *(
+            b"YUNLUc1\n" + bytes(64),
+            b"YUNLUs1\n" + bytes(64),
+            b"YUNLUc1\n",
+            b"YUNLUc1\n" + b"\xff" * 9000,
+        ),
+        *(
+            frame(json.dumps({"kind": kind, "token": "x"}).encode())
+            for kind in ("hello_worker", "halt")
+        ),
+    ]
+    dictionary = [
+        *(
+            b"YUNLUc1\n",
+            b"YUNLUs1\n",
+            b"\x16\x03\x01",
+            b"\x16\x03\x03\xff\xff",
+            b"\x15\x03\x03\0\2\2\x28",
+        ),
+        *(
+            b"[[[[",
+            b"{",
+            b'"\\ud800"',
+            b'"kind":',
+            b'"hello_node"',
+            b"NaN",
+            b"1e999",
+            b"YW\1",
+            b"YS\1",
+        ),
+        *(bytes(32), b"\xff" * 32, bytes(4), b"\0\0\x10\0", b"\r\n", b"\x80\x04."),
+    ]
+    source = random.Random(17)
+    made = [
+        b"".join(
+            source.choice(dictionary)
+            if source.random() < 0.7
+            else source.randbytes(source.randrange(40))
+            for _ in range(source.randrange(1, 12))
+        )
+        for _ in range(size - len(known))
+    ]
+    return known + made
+
+
+CORPUS = make_corpus()
+
+
+class Door(Protocol):
+    """A listener of ours."""
+
+    address: tuple[str, int]
+
+    def is_open(self) -> bool:
+        """Whether somebody who knows the secret is still served."""
+        ...
+
+
+class ControlDoor:
+    """The control server of a worker group, polled by a thread as a supervisor polls it."""
+
+    def __init__(self) -> None:
+        self._server = ControlServer("127.0.0.1", "token")
+        self.address = ("127.0.0.1", self._server.port)
+        self.failure: BaseException | None = None
+        self.greeted = 0
+        self._is_over = False
+        self._thread = threading.Thread(target=self._poll)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        try:
+            while not self._is_over:
+                self._server.poll(0.01, on_message=self._greet, on_lost=lambda _: None)
+        except BaseException as error:  # noqa: BLE001 (the test reports it)
+            self.failure = error
+
+    def _greet(self, *_: object) -> None:
+        self.greeted += 1
+
+    def is_open(self) -> bool:
+        before = self.greeted
+        with connect_link(self.address, control_secret("token"), timeout_s=LIMIT_S) as link:
+            link.sendall(encode_frame({"kind": "hello_client"}))
+            wait_until(lambda: self.greeted > before or self.failure, "a greeting")
+        return self.failure is None
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self._server.close_all()
+
+
+class JoinDoor:
+    """The join server of an asynchronous run."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = open_run(path)
+        self._server = JoinServer(self._run)
+        self._server.publish(workers=1, is_open=False)
+        group = read_worker_group(self._run)
+        assert group is not None
+        self._token, self.address = group.token, (group.host, group.port)
+        self.failure: BaseException | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._poll)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        try:
+            while not self._is_over:
+                self._server.poll(0.01)
+        except BaseException as error:  # noqa: BLE001 (the test reports it)
+            self.failure = error
+
+    def is_open(self) -> bool:
+        with connect_link(self.address, control_secret(self._token), timeout_s=LIMIT_S) as link:
+            link.sendall(
+                encode_frame({"kind": "hello_client"}) + encode_frame({"kind": "locate_run"})
+            )
+            answer = next(iter(FrameDecoder().feed(link.recv(65536))))
+        return self.failure is None and answer["is_accepted"]
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self._server.close()
+
+
+class ShardDoor:
+    """A server of the weights."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        rules = ServerRules(steps=1, mode="asp", optimizer=ADAMW)
+        self._servers = stack.enter_context(serving(path, rules))
+        found = read_address(self._servers.directory, 0)
+        self.address = (found.host, found.port)
+
+    def is_open(self) -> bool:
+        found = read_address(self._servers.directory, 0)
+        secret = derive_secret(found.token.encode(), "shard")
+        with connect_link(self.address, secret, timeout_s=LIMIT_S) as link:
+            return link.is_proved
+
+    def close(self) -> None:
+        return
+
+
+class StoreDoor:
+    """The store of a group."""
+
+    def __init__(self) -> None:
+        self._server = StoreServer("127.0.0.1", SECRET)
+        self.address = (self._server.host, self._server.port)
+
+    def is_open(self) -> bool:
+        limit = timedelta(seconds=LIMIT_S)
+        with closing(GroupStore(self.address, SECRET, timeout=limit)) as store:
+            store.set("key", "value")
+            return store.get("key") == b"value"
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class TunnelDoor:
+    """The gloo tunnel between machines."""
+
+    def __init__(self) -> None:
+        self._tunnel = GlooTunnel(0, ["127.0.0.1"], SECRET)
+        self.address = ("127.0.0.1", self._tunnel.port)
+
+    def is_open(self) -> bool:
+        with connect_link(self.address, SECRET, timeout_s=LIMIT_S) as link:
+            link.sendall(struct.pack("<H", 1))  # no port of its gloo: refused
+            return link.recv(1) == b"" and self._tunnel._thread.is_alive()
+
+    def close(self) -> None:
+        self._tunnel.close()
+
+
+class TransportDoor:
+    """The rendezvous of transports: rank 0 waits for rank 1, which calls at the end."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self._store.set("transport/1", "1 127.0.0.1")  # rank 0 accepts once it knows everybody
+        self._joined: list[object] = []
+        self._thread = threading.Thread(target=self._join, args=(0,))
+        self._thread.start()
+        port, host = self._store.get("transport/0").decode().split(" ")
+        self.address = (host, int(port))
+
+    def _join(self, rank: int) -> None:
+        transport = connect(self._store, rank, 2, "127.0.0.1", secret=SECRET, within_s=LIMIT_S)
+        self._joined.append(transport)
+        transport.close()
+
+    def is_open(self) -> bool:
+        self._join(1)
+        self._thread.join()
+        return len(self._joined) == 2
+
+    def close(self) -> None:
+        self._thread.join()
+
+
+DOORS = ("control", "join", "shard", "store", "tunnel", "transport")
+
+
+@contextmanager
+def open_door(name: str, path: Path) -> Iterator[Door]:
+    with ExitStack() as stack:
+        match name:
+            case "control":
+                door = ControlDoor()
+            case "join":
+                door = JoinDoor(path)
+            case "shard":
+                door = ShardDoor(path, stack)
+            case "store":
+                door = StoreDoor()
+            case "tunnel":
+                door = TunnelDoor()
+            case _:
+                door = TransportDoor()
+        stack.callback(door.close)
+        yield door
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_strangers_harm_nobody(name: str, tmp_path: Path) -> None:
+    with open_door(name, tmp_path) as door:
+        for said in CORPUS:
+            with (
+                suppress(OSError),
+                socket.create_connection(door.address, timeout=LIMIT_S) as caller,
+            ):
+                caller.sendall(said)  # refused ones may be hung up on before they have said all
+        held = [socket.create_connection(door.address, timeout=LIMIT_S) for _ in range(100)]
+        try:  # silent ones, more than are let in before they prove the secret
+            assert door.is_open()
+        finally:
+            for caller in held:
+                caller.close()
+
+
+@pytest.mark.parametrize("name", ["control", "join", "store"])
+@pytest.mark.parametrize("said", [frame(DEEP), frame(LONE_SURROGATE), frame(b"{}"), b"\xff" * 8])
+def test_one_who_knows_the_secret_and_sends_rubbish_harms_only_itself(
+    name: str, said: bytes, tmp_path: Path
+) -> None:
+    with open_door(name, tmp_path) as door:
+        if isinstance(door, StoreDoor):
+            secret = derive_secret(SECRET, "store")
+        else:
+            secret = control_secret(getattr(door, "_token", "token"))
+        with connect_link(door.address, secret, timeout_s=LIMIT_S) as link:
+            link.sendall(said)
+            with suppress(OSError):
+                assert link.recv(1) == b""
+        assert door.is_open()
+
+
+PIECES = st.sampled_from(
+    [
+        b"[[[[" * 1000,
+        b'"\\ud800"',
+        b'{"kind":',
+        b"YUNLUc1\n",
+        b"\x16\x03\x01",
+        bytes(32),
+        b"\xff\xff\xff\xff",
+    ]
+)
+FUZZ = st.lists(st.one_of(PIECES, st.binary(max_size=64)), max_size=8).map(b"".join)
+
+
+@given(said=FUZZ)
+@settings(max_examples=60)
+def test_no_bytes_make_a_decoder_raise_anything_else(said: bytes) -> None:
+    decoder = FrameDecoder(1 << 16)
+    with suppress(FrameError):
+        for message in decoder.feed(frame(said) + said):
+            read_message(message)
+
+
+@given(said=FUZZ)
+@settings(max_examples=60)
+def test_no_bytes_make_a_handshake_raise_anything_else(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        link = SecureLink(theirs, SECRET, is_server=True)
+        with suppress(BlockingIOError):
+            ours.send(said)
+        with suppress(OSError):
+            link.handshake()
+        assert not link.is_proved

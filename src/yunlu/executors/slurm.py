@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
+from yunlu.core.private_files import make_directory
 from yunlu.executors.executor import (
     Capabilities,
     ExecutorError,
@@ -152,7 +153,7 @@ class SlurmExecutor(LeasedExecutor):
 
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        require_local(run).directory(Area.LOGS).mkdir(exist_ok=True)
+        make_directory(require_local(run).directory(Area.LOGS))
         log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
         cpus = lease.devices * int(self.options.cpus)
         parts = [

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yunlu.core.secrets import mask_job_text
 from yunlu.executors.worker_process import record_worker, this_process
 from yunlu.runs.documents import write_job
 from yunlu.runs.events import StateChanged
@@ -31,7 +32,8 @@ def create_run(job: Job, source: Path | None, home: Path) -> RunStore:
 def _fill(run: RunStore, job: Job, source: Path | None) -> None:
     write_job(run, job)
     if source is not None:
-        run.write(Document.JOB_SOURCE, source.read_bytes())
+        text = source.read_bytes().decode(errors="replace")
+        run.write(Document.JOB_SOURCE, mask_job_text(text))
     record_worker(run, this_process())
     submitted = StateChanged(state=RunState.PENDING, reason="submitted", directory=str(Path.cwd()))
     run.emit(submitted)

@@ -14,6 +14,7 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.home import new_run, open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
+from yunlu.spec.credentials import refuse_credentials
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def create_run(job: Job, source: Path | None, home: Path) -> RunStore:
     """Create a pending run; it appears in its home whole or not at all."""
+    refuse_credentials(job.model_dump(mode="json", exclude_unset=True), "job")
     name = job.name or _slug(source.stem if source else job.task)
     run_id = f"{_slug(name)}-{secrets.token_hex(3)}"
     with new_run(home, run_id) as run:

@@ -213,7 +213,7 @@ def _secret_leaves(options: Mapping[str, Any]) -> Iterator[str]:
             yield from value.split()[1:]  # ``Bearer x``
 
 
-_URL_PASSWORD = re.compile(r"://[^\s/@:]*:(?P<password>[^\s@/]+)@")
+_URL_PASSWORD = re.compile(r"(?<!git)(?<!github)(?<!gitlab)://[^\s/@:]*:(?P<password>[^\s@/]+)@")
 
 # Text.
 
@@ -321,7 +321,7 @@ _PATTERNS: tuple[_Pattern, ...] = (
     ),
     _compile(  # user:password@, where what follows the colon is no port
         r"""(?P<before>\b(?P<scheme>[a-z][a-z0-9+.-]{0,30})://)
-            (?P<value>[^\s/@:'"<>\[]{0,200}:(?!\d{1,5}(?:[/?\#]|$))[^\s@'"<>]{1,500})(?P<after>@)""",
+            (?P<value>[^\s/@:'"<>\[]{0,200}:(?!:|\d{1,5}(?:[/?\#]|$))[^\s@'"<>]{1,500})(?P<after>@)""",
         "a password in a URL",
         flags=re.IGNORECASE,
     ),
@@ -335,7 +335,8 @@ _PATTERNS: tuple[_Pattern, ...] = (
         "a signature or token in the query of a URL",
     ),
     _compile(
-        r"""(?P<before>\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?(?:[a-z]+\s+)?)
+        r"""(?P<before>\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?
+            (?:(?:bearer|basic|token|digest|negotiate|apikey|aws4-hmac-sha256)\s+)?+)
             (?P<value>[\w.~+/=-]{4,})""",
         "an Authorization header",
         flags=re.IGNORECASE,

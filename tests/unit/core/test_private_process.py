@@ -51,7 +51,7 @@ def test_a_program_masks_its_tracebacks_warnings_and_logs_and_writes_private_fil
         "import logging, os, pathlib, sys, warnings\n"
         "from yunlu.core.private_process import make_process_private\n"
         "make_process_private(); make_process_private()\n"
-        f"warnings.warn('{SECRET}'); logging.error('{SECRET}'); print('{SECRET}', end='')\n"
+        f"warnings.warn('{SECRET}'); logging.error('{SECRET}'); print('{SECRET}', end=' ')\n"
         "sys.stdout.fileno()\n"
         "print(oct(os.umask(0)))\n"
         f"raise ValueError('{SECRET}')\n"
@@ -60,6 +60,6 @@ def test_a_program_masks_its_tracebacks_warnings_and_logs_and_writes_private_fil
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert SECRET not in done.stdout + done.stderr
-    assert done.stdout == "***0o77\n"
+    assert done.stdout == "*** 0o77\n"
     assert "ValueError: ***" in done.stderr
     assert done.stderr.count("***") >= 3

@@ -127,18 +127,20 @@ def _read_job(run: RunStore) -> dict[str, Any]:
 
 def _mask_texts(value: Any) -> Any:
     """The value with its texts masked; itself where there is nothing to mask."""
+    masked = value
     if isinstance(value, str):
-        return mask(value)
-    if isinstance(value, BaseModel):
+        masked = mask(value)
+    elif isinstance(value, BaseModel):
         fields = {name: getattr(value, name) for name in type(value).model_fields}
-        masked = {name: _mask_texts(item) for name, item in fields.items()}
-        changed = {name: item for name, item in masked.items() if item != fields[name]}
-        return value.model_copy(update=changed) if changed else value
-    if isinstance(value, dict):
-        return mask_value(value)
-    if isinstance(value, tuple):
-        return tuple(_mask_texts(item) for item in cast("tuple[Any, ...]", value))
-    return value
+        items = {name: _mask_texts(item) for name, item in fields.items()}
+        changed = {name: item for name, item in items.items() if item is not fields[name]}
+        masked = value.model_copy(update=changed) if changed else value
+    elif isinstance(value, dict):
+        masked = {key: _mask_texts(item) for key, item in cast("dict[Any, Any]", value).items()}
+    elif isinstance(value, (list, tuple)):
+        items = [_mask_texts(item) for item in cast("list[Any]", value)]
+        masked = items if isinstance(value, list) else tuple(items)
+    return value if masked == value else masked
 
 
 def _job_yaml(job: dict[str, Any]) -> str:

@@ -290,6 +290,17 @@ def test_everything_is_private_although_the_umask_is_0(trained: Stage) -> None:
     assert wrong == {}
 
 
+def test_a_page_that_the_user_names_follows_the_umask(trained: Stage) -> None:
+    before = os.umask(0o027)
+    try:
+        code, text = trained.call("report", "told", "--html", "page.html")
+    finally:
+        os.umask(before)
+    assert code == 0, text
+    assert stat.S_IMODE((trained.path / "page.html").stat().st_mode) == 0o640
+    assert marks_in((trained.path / "page.html").read_bytes()) == []
+
+
 def attempts_of(uid: int, paths: Sequence[Path], pids: Sequence[int]) -> dict[str, list[str]]:
     """What another user succeeds in, tried in a forked child."""
     reader, writer = os.pipe()

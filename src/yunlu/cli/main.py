@@ -108,7 +108,7 @@ def _run(tokens: list[str], *, debug: bool) -> int:
         verb = " ".join(["yunlu", *(error.command_chain or ())])
         return _fail(2, mask(_describe_usage(error)), hint=f"{verb} --help", debug=debug)
     except YunluError as error:
-        return _fail(1, mask(error.message), hint=error.hint, debug=debug)
+        return _fail(1, mask(error.message), hint=mask(error.hint or "") or None, debug=debug)
     except (BrokenPipeError, KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:  # noqa: BLE001 (the last border: the user gets a message, not a traceback)

@@ -33,7 +33,7 @@ def open_descriptor(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def open_private(path: Path, mode: str, **options: Any) -> IO[Any]:
+def open_private(path: Path, mode: str, **options: Any) -> Any:
     """``open``, for a file that this creates: 0600."""
     return open(path, mode, opener=open_descriptor, **options)
 

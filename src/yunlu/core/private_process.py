@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any, TextIO, cast
 
 from yunlu.core.secrets import mask
@@ -28,19 +29,21 @@ class MaskedStream:
 
     def __init__(self, below: TextIO) -> None:
         self._below = below
-        self._line = ""
-        """Written, but not ended: a secret may come in several parts."""
+        self._lines = threading.local()
+        """What each thread has written, but not ended: a secret may come in several parts. Without a
+        lock, which a forked child could find held for ever."""
 
     def write(self, text: str) -> int:
         """Write whole lines; the rest waits for its end."""
-        lines, end = self._line + text, max(text.rfind("\n"), text.rfind("\r"))
+        before: str = getattr(self._lines, "rest", "")
+        lines, end = before + text, max(text.rfind("\n"), text.rfind("\r"))
         if end < 0:
-            self._line = lines
+            self._lines.rest = lines
             if len(lines) > _LONGEST_LINE:
                 self.flush()
             return len(text)
-        cut = len(lines) - len(text) + end + 1
-        self._line = lines[cut:]
+        cut = len(before) + end + 1
+        self._lines.rest = lines[cut:]
         self._below.write(mask(lines[:cut]))
         self._below.flush()
         return len(text)
@@ -52,9 +55,10 @@ class MaskedStream:
 
     def flush(self) -> None:
         """Write what has no end yet, too."""
-        line, self._line = self._line, ""
-        if line:
-            self._below.write(mask(line))
+        rest: str = getattr(self._lines, "rest", "")
+        self._lines.rest = ""
+        if rest:
+            self._below.write(mask(rest))
         self._below.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -176,5 +176,5 @@ def _stores_in(text: Any) -> tuple[str, ...]:
     if not isinstance(text, str):
         return ()
     prefix = ("hf",) if text.startswith("hf:") else ()
-    schemes = [scheme.lower() for scheme in _SCHEME.findall(text)]
-    return (*prefix, *(_ALIASES.get(scheme, scheme) for scheme in schemes))
+    schemes = [str(scheme).lower() for scheme in _SCHEME.findall(text)]
+    return (*prefix, *(_ALIASES.get(scheme) or scheme for scheme in schemes))

@@ -349,6 +349,9 @@ ATTEMPTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # the child only tries files
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_reads_locks_and_ends_nothing(trained: Stage) -> None:
     study = StudyDir(trained.home / "studies" / "mine")
@@ -374,6 +377,9 @@ def test_another_user_reads_locks_and_ends_nothing(trained: Stage) -> None:
     assert result == {"written": [], "listed": [], "changed": [], "ended": []}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # the child only tries files
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_files_are_closed_even_where_somebody_opened_the_directories(trained: Stage) -> None:
     directories = [path for path in (trained.home, *trained.home.rglob("*")) if path.is_dir()]

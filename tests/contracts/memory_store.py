@@ -60,10 +60,8 @@ class MemoryRunStore(RunStore):
         content = self.items.contents.get(name)
         return None if content is None else content[offset:]
 
-    def write(
-        self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
-    ) -> None:
-        del durable, private
+    def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
+        del durable
         self.items.writes += 1
         self.items.contents[name] = content.encode() if isinstance(content, str) else content
         self.items.stats[name] = (self.items.writes, time.time())

@@ -65,10 +65,29 @@ class TestMemoryRunStore(RunStoreContract):
         return MemoryRunStore(run.id, run.items)
 
 
-def test_private_documents_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+def test_everything_in_a_run_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    run.write(Document.WORKER_GROUP, "{}", durable=False, private=True)
-    assert (tmp_path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
+    before = os.umask(0)
+    try:
+        run.write(Document.WORKER_GROUP, "{}", durable=False)
+        run.write(Document.JOB, "{}")
+        run.write("usage/node.json", "{}")
+        run.append(Log.METRICS, [{"step": 1}])
+        require_local(run).open_text_log(WORKER_LOG).close()
+        require_local(run).open_text_log(f"{Area.LOGS}/worker-1.log").close()
+        with run.claim(Claim.WORKER, wait=False):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    assert len(modes) == 9
+    assert modes == {name: 0o700 if name in {"usage", "logs"} else 0o600 for name in modes}
+
+
+def test_events_are_masked_as_they_are_written(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.warn("cannot open https://me:hunter2@host/x")
+    assert b"hunter2" not in (run.read(Log.EVENTS) or b"")
+    assert [event.message for event, _ in run.read_events()] == ["cannot open https://***@host/x"]
 
 
 def test_torn_records_are_skipped(tmp_path: Path) -> None:

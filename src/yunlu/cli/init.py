@@ -36,7 +36,7 @@ def init(
             f"{output} exists.", hint="choose another name with -o, or --force to replace it"
         )
     try:
-        write_atomically(output, text)
+        write_atomically(output, text, private=False)
     except OSError as error:
         raise JobError(f"Cannot write {output}: {error.strerror}.") from error
     print(f"Wrote {output}. Next: yunlu train {output}")

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from yunlu import __version__
 from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.secrets import mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,13 +106,13 @@ def _run(tokens: list[str], *, debug: bool) -> int:
         code = build_app()(tokens)
     except CycloptsError as error:
         verb = " ".join(["yunlu", *(error.command_chain or ())])
-        return _fail(2, _describe_usage(error), hint=f"{verb} --help", debug=debug)
+        return _fail(2, mask(_describe_usage(error)), hint=f"{verb} --help", debug=debug)
     except YunluError as error:
-        return _fail(1, error.message, hint=error.hint, debug=debug)
+        return _fail(1, mask(error.message), hint=mask(error.hint or "") or None, debug=debug)
     except (BrokenPipeError, KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:  # noqa: BLE001 (the last border: the user gets a message, not a traceback)
-        message = f"unexpected {type(error).__name__}: {error}".rstrip(": ")
+        message = mask(f"unexpected {type(error).__name__}: {error}".rstrip(": "))
         hint = None if debug else "run the same command with --debug and report what it prints"
         return _fail(3, message, hint=hint, debug=debug)
     return code if isinstance(code, int) else 0
@@ -141,7 +142,7 @@ def _show_default(value: Any) -> str | None:
 
 def _fail(code: int, message: str, *, hint: str | None, debug: bool) -> int:
     if debug:
-        traceback.print_exc(file=sys.stderr)
+        sys.stderr.write(mask(traceback.format_exc()))
     text = Text.assemble(("error: ", "bold red"), (message, "red"))
     if hint:
         text.append_text(Text.assemble(("\n  → ", "dim"), hint))

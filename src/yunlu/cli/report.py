@@ -50,7 +50,7 @@ def report(
 
 def _write_page(page: ReportPage, target: Path) -> None:
     try:
-        write_atomically(target, page.html)
+        write_atomically(target, page.html, private=False)
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",

@@ -23,7 +23,7 @@ def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> N
         print(text)
         return
     try:
-        write_atomically(output, f"{text}\n")
+        write_atomically(output, f"{text}\n", private=False)
     except OSError as error:
         raise YunluError(f"Cannot write {output}: {error.strerror}.") from error
     print(f"Wrote {output}.")

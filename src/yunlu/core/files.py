@@ -6,17 +6,22 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.private_files import open_descriptor, open_private
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write aside, flush to disk, then publish by one rename: readers see old or new, never half."""
+def write_atomically(path: Path, content: str | bytes, *, private: bool = True) -> None:
+    """Write aside, flush to disk, then publish by one rename: readers see old or new, never half.
+
+    A file that a user asked for by name, outside of the home, is not private: it follows the umask.
+    """
     data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with aside.open("wb") as file:
+        with open_private(aside, "wb") if private else aside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -43,7 +48,7 @@ def append_lines(path: Path, records: Iterable[Any]) -> None:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if not text:
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         # A crash can leave half a line at the end; a newline first keeps the next record whole.
         if _ends_torn(path):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,11 @@ def _price(text: str | None) -> float | None:
             hint="Set it to a number such as 2.5, or unset it.",
         )
     return price
+
+
+def environment_variables() -> Mapping[str, str]:
+    """Every variable of this process: ``core.secrets`` masks the values of secret ones."""
+    return os.environ
 
 
 def worker_environment(*, threads: int | None = None) -> dict[str, str]:

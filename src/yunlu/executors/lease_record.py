@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.private_files import open_descriptor
+from yunlu.core.secrets import mask_value
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Placement
 from yunlu.runs.run_store import Claim, Document, Log
@@ -137,7 +139,7 @@ def write_record(run: RunStore, record: LeaseRecord) -> None:
 def append_lease_event(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
     """Add one happening."""
     result = LeaseEvent(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
-    run.append(Log.LEASE_EVENTS, [result.model_dump()])
+    run.append(Log.LEASE_EVENTS, [mask_value(result.model_dump())])
 
 
 def read_lease_events(run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
@@ -158,7 +160,7 @@ def record_lock(run: RunStore) -> Generator[None]:
 @contextmanager
 def locked(path: Path) -> Generator[None]:
     """Hold a file's lock, waiting for it; the system frees it if we die."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from yunlu.core.errors import StoreError
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import worker_environment
 from yunlu.executors.lease_record import (
     Lease,
@@ -74,6 +75,7 @@ def main() -> int:
         "--with-parent", action="store_true", help="end everything once the parent is gone"
     )
     args = parser.parse_args()
+    make_process_private()
     return LeaseRunner(open_run(args.run), args.lease, with_parent=args.with_parent).hold()
 
 

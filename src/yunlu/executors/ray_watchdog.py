@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.private_process import make_process_private
 from yunlu.executors.lease_record import append_lease_event, read_record
 from yunlu.runs.home import open_run
 
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     args = parser.parse_args()
+    make_process_private()
     # Not a child of the actor: Ray would end it with the actor, before it can do its work.
     if os.fork():
         os._exit(0)
@@ -90,8 +93,8 @@ class RayWatchdog:
         return reason
 
     def _start(self, log: Path, directory: Path) -> None:
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as file:
+        make_directory(log.parent)
+        with open_private(log, "ab") as file:
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 self._words,
                 stdin=subprocess.DEVNULL,

@@ -152,8 +152,8 @@ class SlurmExecutor(LeasedExecutor):
 
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
         """As ``LeasedExecutor.submit``."""
-        require_local(run).directory(Area.LOGS).mkdir(exist_ok=True)
         log = WORKER_LOG if lease.is_lead else f"{Area.LOGS}/lease-{lease.name}.log"
+        require_local(run).open_text_log(log).close()  # Slurm would create it for others to read
         cpus = lease.devices * int(self.options.cpus)
         parts = [
             "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append",

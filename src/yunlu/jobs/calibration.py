@@ -22,6 +22,7 @@ import psutil
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
+from yunlu.core.private_files import make_directory, open_lock
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.hardware.device import DeviceModel
 from yunlu.hardware.offer import HERE, Offer
@@ -298,8 +299,8 @@ def _alone() -> Generator[None]:
     """Two runs that end at the same time must not lose what the other taught."""
     path = _file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_suffix(".lock").open("w")
+        make_directory(path.parent)
+        file = open_lock(path.with_suffix(".lock"))
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from error
     with file:

@@ -19,13 +19,14 @@ import yaml
 
 from yunlu.core.errors import did_you_mean
 from yunlu.core.files import write_atomically
-from yunlu.core.settings import read_settings
+from yunlu.core.private_files import make_directory, open_lock
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import MIB, PRECISIONS
 from yunlu.hardware.entries import Additions, MachineEntry, offers_of, read_additions
 from yunlu.hardware.offer import HERE, OWN_CLOUD
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
 from yunlu.hardware.table import write_offers
+from yunlu.runs.home import private_home
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -48,7 +49,7 @@ class Table:
 
 def home() -> Path:
     """Where the user's own part of the catalog is kept."""
-    return read_settings().home / "catalog"
+    return private_home() / "catalog"
 
 
 def open_catalog() -> Catalog:
@@ -225,10 +226,10 @@ def _locked() -> Generator[Path]:
     """One writer at a time: two that add at once must not lose each other's."""
     index = home()
     try:
-        index.mkdir(parents=True, exist_ok=True)
+        make_directory(index)
     except OSError as error:
         raise CatalogError(f"{index} cannot be made: {error.strerror}") from error
-    with (index / ".lock").open("w") as file:
+    with open_lock(index / ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield index
 

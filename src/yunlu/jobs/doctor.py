@@ -13,6 +13,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from yunlu import __version__
+from yunlu.core.errors import StoreError
+from yunlu.core.private_files import check_home
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.hardware.machine import Machine, PrecisionSpeed
@@ -120,12 +122,15 @@ def examine_store(home: Path) -> StoreState:
     ground = next(folder for folder in (home, *home.parents) if folder.exists())
     problem = None
     try:
+        check_home(home)
         # Only writing proves it: permissions say nothing of full disks and read-only mounts.
         with tempfile.NamedTemporaryFile(dir=ground, prefix=".yunlu-doctor-") as file:
             file.write(b"\0" * 4096)
             file.flush()
     except OSError as error:
         problem = error.strerror or str(error)
+    except StoreError as error:
+        problem = str(error)
     return StoreState(
         path=str(home),
         exists=home.exists(),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
-from yunlu.core.settings import read_settings
 from yunlu.executors.lease_record import read_record as read_leases
 from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
 from yunlu.executors.worker_group import kill_workers
@@ -37,7 +36,7 @@ from yunlu.jobs.run import (
 from yunlu.jobs.run_creation import create_run
 from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
 from yunlu.runs.fold import read_view
-from yunlu.runs.home import find_runs, open_run, remove_stale, temporary_run
+from yunlu.runs.home import find_runs, open_run, private_home, remove_stale, temporary_run
 from yunlu.runs.run_store import Area, Document
 from yunlu.runs.states import RunState
 
@@ -61,7 +60,7 @@ _WORKER_EXIT_S = 10
 
 def home() -> Path:
     """Directory of all runs."""
-    return read_settings().home
+    return private_home()
 
 
 def submit(job: Job, *, source: Path | None = None) -> RunStore:

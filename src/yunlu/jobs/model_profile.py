@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yunlu.core.errors import ModelError, TrainingError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
+from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
@@ -165,7 +166,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
 
 def _keep(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         write_atomically(path, text)
     except OSError:
         pass  # without a cache the next plan measures again

@@ -6,12 +6,12 @@ Built by reading alone, so a running, failed, lost or never-started run has a re
 from __future__ import annotations
 
 import math
-import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from yunlu.core.secrets import mask, mask_value
 from yunlu.core.units import show_bytes
 from yunlu.jobs.communication import read_communication
 from yunlu.jobs.comparisons import compare
@@ -59,11 +59,14 @@ if TYPE_CHECKING:
 
 V = TypeVar("V", bound="Value")
 
-_SECRET = re.compile(r"key|secret|token|password|credential", re.IGNORECASE)
-
 
 def build_report(run: RunStore) -> Report:
-    """Read a run's files into one value, whatever state it is in."""
+    """Read a run's files into one value, whatever state it is in; secrets in them are masked."""
+    # Events are masked as they are written, but a report is sent around, and its run may be foreign.
+    return cast("Report", _mask_texts(_read_report(run)))
+
+
+def _read_report(run: RunStore) -> Report:
     log = read_run_log(run)
     job, view = _read_job(run), log.view
     state, plan, model = view.state, view.plan, view.model
@@ -117,25 +120,27 @@ def build_report(run: RunStore) -> Report:
 
 def _read_job(run: RunStore) -> dict[str, Any]:
     try:
-        return _without_secrets(read_raw_job(run) or {})
+        return mask_value(read_raw_job(run) or {})
     except OSError:
         return {}
 
 
-def _without_secrets(value: Any, *, inside_options: bool = False) -> Any:
-    """Reports are shown around: storage options and URLs lose whatever opens a door."""
-    if isinstance(value, dict):
-        return {
-            key: "***"
-            if inside_options and _SECRET.search(str(key)) and item is not None
-            else _without_secrets(item, inside_options=inside_options or key == "options")
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_without_secrets(item, inside_options=inside_options) for item in value]
+def _mask_texts(value: Any) -> Any:
+    """The value with its texts masked; itself where there is nothing to mask."""
+    masked = value
     if isinstance(value, str):
-        return re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", value)
-    return value
+        masked = mask(value)
+    elif isinstance(value, BaseModel):
+        fields = {name: getattr(value, name) for name in type(value).model_fields}
+        items = {name: _mask_texts(item) for name, item in fields.items()}
+        changed = {name: item for name, item in items.items() if item is not fields[name]}
+        masked = value.model_copy(update=changed) if changed else value
+    elif isinstance(value, dict):
+        masked = {key: _mask_texts(item) for key, item in cast("dict[Any, Any]", value).items()}
+    elif isinstance(value, (list, tuple)):
+        items = [_mask_texts(item) for item in cast("list[Any]", value)]
+        masked = items if isinstance(value, list) else tuple(items)
+    return value if masked == value else masked
 
 
 def _job_yaml(job: dict[str, Any]) -> str:
@@ -296,5 +301,5 @@ def _lineage(data: DataOpened | None) -> DataLineage | None:
         fingerprint=data.fingerprint,
         source=data.source,
         counts={"train": data.train, "validation": data.validation, "test": data.test},
-        about=_without_secrets(data.about),
+        about=mask_value(data.about),
     )

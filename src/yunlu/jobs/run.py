@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, error_of_code
+from yunlu.core.secrets import mask
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
 from yunlu.executors.worker_group import running_workers
@@ -197,7 +198,7 @@ def remaining_s(run: RunStore, record: RunRecord) -> float | None:
 def log_tail(run: RunStore, lines: int = 20) -> list[str]:
     """The last lines the worker printed."""
     tail = run.read(WORKER_LOG, offset=-_TAIL_BYTES) or b""
-    return tail.decode(errors="replace").splitlines()[-lines:]
+    return [mask(line) for line in tail.decode(errors="replace").splitlines()[-lines:]]
 
 
 def _last_words(run: RunStore, record: RunRecord) -> str:

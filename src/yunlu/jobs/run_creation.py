@@ -7,12 +7,14 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yunlu.core.secrets import mask_job_text
 from yunlu.executors.worker_process import record_worker, this_process
 from yunlu.runs.documents import write_job
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import new_run, open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
+from yunlu.spec.credentials import refuse_credentials
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 def create_run(job: Job, source: Path | None, home: Path) -> RunStore:
     """Create a pending run; it appears in its home whole or not at all."""
+    refuse_credentials(job.model_dump(mode="json", exclude_unset=True), "job")
     name = job.name or _slug(source.stem if source else job.task)
     run_id = f"{_slug(name)}-{secrets.token_hex(3)}"
     with new_run(home, run_id) as run:
@@ -31,7 +34,8 @@ def create_run(job: Job, source: Path | None, home: Path) -> RunStore:
 def _fill(run: RunStore, job: Job, source: Path | None) -> None:
     write_job(run, job)
     if source is not None:
-        run.write(Document.JOB_SOURCE, source.read_bytes())
+        text = source.read_bytes().decode(errors="replace")
+        run.write(Document.JOB_SOURCE, mask_job_text(text))
     record_worker(run, this_process())
     submitted = StateChanged(state=RunState.PENDING, reason="submitted", directory=str(Path.cwd()))
     run.emit(submitted)

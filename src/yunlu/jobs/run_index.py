@@ -19,6 +19,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
+from yunlu.core.private_files import check_home, create_private, make_directory, open_lock
 from yunlu.jobs.run import RunRecord, detect_lost, new_record
 from yunlu.runs.documents import not_a_run
 from yunlu.runs.home import find_runs
@@ -56,7 +57,7 @@ class RunIndex:
         self.home = home
         self.path = home / "index.sqlite"
         try:
-            home.mkdir(parents=True, exist_ok=True)
+            make_directory(check_home(home))
             self._engine = _connect(self.path)
             self._is_ready = False
             self._retry(self._ensure_schema)
@@ -212,6 +213,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def _connect(path: Path) -> sa.Engine:
+    create_private(path)  # the database's other files get its mode
     engine = sa.create_engine(
         sa.URL.create("sqlite", database=str(path)), connect_args={"timeout": _BUSY_S}
     )
@@ -265,7 +267,7 @@ def _schema_of(engine: sa.Engine) -> str | None:
 @contextmanager
 def _index_lock(home: Path) -> Generator[None]:
     """Lock: one process at a time creates, migrates or replaces the index."""
-    with (home / ".index.lock").open("w") as lock:
+    with open_lock(home / ".index.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

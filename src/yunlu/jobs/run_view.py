@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from yunlu.core.errors import StoreError, YunluError, error_of_code
+from yunlu.core.secrets import mask
 from yunlu.core.value import Value
 from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import RunRecord, error_of, log_tail, remaining_s
@@ -195,7 +196,7 @@ def read_text_log(
         content = content[: content.rfind(b"\n") + 1]
     every = content.decode(errors="replace").splitlines()
     retained = every if lines is None else every[-lines:] if lines > 0 else []
-    return LogText(lines=tuple(retained), end=(since or 0) + len(content))
+    return LogText(lines=tuple(mask(line) for line in retained), end=(since or 0) + len(content))
 
 
 def _summary(run: RunStore, record: RunRecord) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def write_plan_plot(outcome: PlanOutcome, path: Path, *, title: str) -> None:
     content = plot([figure], size=(9, 5.6), format=kind, dpi=160)
     if suffix == ".html":
         content = _render_page(outcome, content.decode(), title).encode()
-    write_atomically(path, content)
+    write_atomically(path, content, private=False)
 
 
 def _render_page(outcome: PlanOutcome, svg: str, title: str) -> str:

@@ -54,14 +54,14 @@ class RunStoreContract:
         run.remove(Area.CHECKPOINTS)
 
     def test_a_document_is_replaced_whole(self) -> None:
-        """Text and bytes, durable or not, private or not."""
+        """Text and bytes, durable or not."""
         run = self.make_store()
         run.write(Document.TRIAL, "first, and longer")
         run.write(Document.TRIAL, b"\x00second")
         assert self.reopen(run).read(Document.TRIAL) == b"\x00second"
         run.write(Document.TRIAL, "third", durable=False)
         assert self.reopen(run).read(Document.TRIAL) == b"third"
-        run.write(Document.WORKER_GROUP, "a token", durable=False, private=True)
+        run.write(Document.WORKER_GROUP, "a token", durable=False)
         assert self.reopen(run).read(Document.WORKER_GROUP) == b"a token"
         assert run.read(Document.PLAN) is None
 

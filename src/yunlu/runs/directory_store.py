@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.private_files import make_directory, open_descriptor, open_private
 from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
 
 if TYPE_CHECKING:
@@ -63,24 +64,19 @@ class DirectoryRunStore(RunStore):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def write(
-        self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
-    ) -> None:
+    def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
         """As ``RunStore.write``."""
         path = self.path / name
         if "/" in name:
-            path.parent.mkdir(exist_ok=True)
-        if durable and not private:
+            make_directory(path.parent)
+        if durable:
             write_atomically(path, content)
             return
         data = content.encode() if isinstance(content, str) else content
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         aside.unlink(missing_ok=True)
-        descriptor = os.open(
-            aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644
-        )
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with open_private(aside, "xb") as file:
                 file.write(data)
             aside.replace(path)
         except BaseException:
@@ -118,7 +114,7 @@ class DirectoryRunStore(RunStore):
     ) -> Generator[_HeldLock]:
         """As ``RunStore.claim``: a lock on a file, which the system frees if the process dies."""
         if passed_on is None:
-            descriptor = os.open(self.path / claim, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_descriptor(self.path / claim, os.O_RDWR | os.O_CREAT)
         else:
             descriptor = int(passed_on)
         with os.fdopen(descriptor, "w") as file:
@@ -153,8 +149,8 @@ class DirectoryRunStore(RunStore):
         """As ``LocalRunStore.open_text_log``."""
         path = self.path / name
         if "/" in name:
-            path.parent.mkdir(exist_ok=True)
-        return path.open("ab")
+            make_directory(path.parent)
+        return open_private(path, "ab")
 
 
 class _HeldLock:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from yunlu.core.errors import StoreError
+from yunlu.core.private_files import make_directory
 from yunlu.core.settings import launch_secret
 
 FILE = ".secret"
@@ -25,7 +26,7 @@ def read_group_secret(home: Path) -> bytes:
     given = launch_secret()
     if given is not None:
         return given.encode()
-    home.mkdir(parents=True, exist_ok=True)
+    make_directory(home)
     path = home / FILE
     if not path.exists():
         _create(path)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.files import sync_directory
+from yunlu.core.private_files import check_home
+from yunlu.core.settings import read_settings
 from yunlu.runs.directory_store import DirectoryRunStore
 from yunlu.runs.run_store import Document
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 _STALE_S = 3600
+
+
+def private_home() -> Path:
+    """The home that the settings name; refused where others can write to it, closed to their eyes."""
+    return check_home(read_settings().home)
 
 
 def open_run(address: str | Path) -> RunStore:
@@ -54,7 +61,6 @@ def new_run(home: Path, run_id: str) -> Generator[RunStore]:
     """A run to be filled: it appears in its home whole when the block ends, or not at all."""
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
     try:
-        aside.chmod(0o755)
         yield open_run(aside)
         # A run is never empty, so the rename fails rather than replace one.
         aside.rename(home / run_id)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
+from yunlu.core.secrets import mask_value
 from yunlu.runs.events import WarningRaised, parse_event, to_record
 from yunlu.runs.step_metrics import is_step
 
@@ -137,16 +138,15 @@ class RunStore(Protocol):
         """Content from an offset on, or its last ``-offset`` bytes; None where there is none."""
         ...
 
-    def write(
-        self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
-    ) -> None:
+    def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
         """Replace a document: readers see the old or the new content, never a part.
+
+        Readable by its owner alone, as all that a store holds.
 
         Args:
             name: Of the document.
             content: The whole of it.
             durable: On return it survives a power cut, not only the death of the process.
-            private: Readable by its owner alone.
         """
         ...
 
@@ -186,9 +186,9 @@ class RunStore(Protocol):
         return self.stat(name) is not None
 
     def emit(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event, its secrets masked."""
         if not self.is_quiet:
-            self.append(Log.EVENTS, [to_record(event)])
+            self.append(Log.EVENTS, [mask_value(to_record(event))])
 
     def warn(self, message: str) -> None:
         """Report something that does not end the run."""

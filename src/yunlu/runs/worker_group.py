@@ -89,7 +89,7 @@ def write_worker_group(run: RunStore, group: WorkerGroup) -> None:
 
     Not flushed to disk: it must survive a process, and no process survives a power cut.
     """
-    run.write(Document.WORKER_GROUP, group.model_dump_json(), durable=False, private=True)
+    run.write(Document.WORKER_GROUP, group.model_dump_json(), durable=False)
 
 
 class FrameError(StoreError):

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.private_files import open_private
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import lifecycle
@@ -64,7 +65,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     try:
         pool_store.write_settings(settings)
         pool_store.view.unlink(missing_ok=True)
-        with pool_store.log.open("ab") as log:
+        with open_private(pool_store.log, "ab") as log:
             told_before = log.tell()
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*PROGRAM, str(home)],

@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.secrets import mask_value
 from yunlu.core.value import Value
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class PoolStore:
 
     def write_settings(self, settings: PoolSettings) -> None:
         """Keep them."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path)
         write_atomically(self.settings, settings.model_dump_json(indent=2))
 
     def tell(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -98,7 +100,7 @@ class PoolStore:
         with suppress(OSError):
             if self.decisions.exists() and self.decisions.stat().st_size > _MOST_BYTES:
                 self.decisions.replace(self.decisions.with_suffix(".1.jsonl"))
-            append_lines(self.decisions, lines)
+            append_lines(self.decisions, mask_value(list(lines)))
 
     def read_decisions(self, run_id: str | None = None) -> Iterator[dict[str, Any]]:
         """The recent ones, oldest first."""
@@ -140,7 +142,8 @@ class PoolStore:
         """Atomic for readers, and not flushed: it is derived."""
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            aside.write_text(text)
+            with open_private(aside, "w") as file:
+                file.write(text)
             aside.replace(path)
         except BaseException:
             aside.unlink(missing_ok=True)

@@ -23,6 +23,8 @@ import psutil
 
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
+from yunlu.core.private_files import check_home, make_directory, open_lock
+from yunlu.core.private_process import make_process_private
 from yunlu.executors.registry import open_executor
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.loop import Scheduler
@@ -42,6 +44,7 @@ _REST = 9.0
 def main() -> int:
     """The command line."""
     home = Path(sys.argv[1])
+    make_process_private()
     ended = threading.Event()
 
     def end(*_: object) -> None:
@@ -102,8 +105,9 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
 def only_service(home: Path) -> Generator[PoolStore]:
     """Hold the home's lock: two of us would give the same devices away twice."""
     pool_store = PoolStore(home)
-    pool_store.path.mkdir(parents=True, exist_ok=True)
-    with pool_store.lock.open("w") as file:
+    make_directory(check_home(home))
+    make_directory(pool_store.path)
+    with open_lock(pool_store.lock) as file:
         _lock(file)
         record = ServiceRecord(
             pid=os.getpid(),

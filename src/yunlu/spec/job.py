@@ -89,7 +89,7 @@ class DataSpec(Value):
     tokens: Count | None = None
     """For the plan: how many tokens of text there are to train on, instead of ``samples``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of the fsspec file system, such as an endpoint; credentials belong in the environment."""
+    """Options of the fsspec file system, such as an endpoint; credentials are refused: they belong in the environment."""
     max_length: Count | Auto = "auto"
     """Text and speech: longest sample, in tokens or seconds × 100; longer ones are cut."""
     tokenizer: str = "auto"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
+from yunlu.spec.credentials import find_credentials
 from yunlu.spec.entry_points import OWN_CODE, TASKS, TRACKERS, known_names
 from yunlu.spec.explain import ValidationFinding, explain, show_value, unknown_name
 from yunlu.spec.job import Job
@@ -111,6 +113,7 @@ def _validate(document: SourceDocument, where: str) -> Job:
         ]
     known = {problem.key for problem in problems}
     result = [document.problem(f.path, f.message, at_key=f.at_key) for f in findings]
+    result += _credentials(document)
     # What could not even be read is not also judged.
     problems += [problem for problem in result if not problem.key or problem.key not in known]
     if problems or job is None:
@@ -125,6 +128,15 @@ def _unknown_names(data: dict[str, Any]) -> Iterator[ValidationFinding]:
     for position, tracker in enumerate(trackers if isinstance(trackers, list) else []):
         if name := _unknown(tracker, known := known_names(TRACKERS)):
             yield ValidationFinding(("trackers", position), unknown_name("tracker", name, known))
+
+
+def _credentials(document: SourceDocument) -> Iterator[Problem]:
+    for finding in find_credentials(document.data):
+        problem = document.problem(finding.path, finding.message, at_key=finding.at_key)
+        if problem.override is not None:
+            message = f"{problem.message} (others can also see the arguments of a command)"
+            problem = replace(problem, message=message)
+        yield problem
 
 
 def _unknown(name: Any, known: tuple[str, ...]) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
+from yunlu.core.secrets import mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,9 @@ class InvalidJobError(JobError):
 
     def __init__(self, where: str, problems: Sequence[Problem]) -> None:
         self.where = where
-        self.problems = tuple(sorted(problems, key=_position))
+        # Whoever prints them: a message may quote what stands in the job.
+        shown = [replace(problem, message=mask(problem.message)) for problem in problems]
+        self.problems = tuple(sorted(shown, key=_position))
         count = len(self.problems)
         title = f"{where}: {count} problem{'s' if count > 1 else ''}"
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from yunlu.core.errors import JobError
+from yunlu.spec.credentials import refuse_credential_in
 from yunlu.spec.entry_points import OWN_CODE, TASKS, known_names
 from yunlu.spec.explain import unknown_name
 from yunlu.spec.problems import InvalidJobError
@@ -84,6 +85,7 @@ def scaffold(task: str, data: str) -> str:
         raise JobError(f"{unknown_name('task', task, known)}.")
     if not data:
         raise JobError("The data has no name.", hint="give a file, a folder or a URL")
+    refuse_credential_in(data, "The data")
     start = _STARTS.get(task, _Start("mlp"))
     return _TEMPLATE.format(
         task=task,

@@ -132,7 +132,7 @@ class CheckpointSpec(Value):
     url: str | None = None
     """Where they are kept instead of the run's directory: an fsspec URL such as ``s3://bucket/runs``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of its file system, such as an endpoint; credentials belong in the environment."""
+    """Options of its file system, such as an endpoint; credentials are refused: they belong in the environment."""
 
 
 class TrainSpec(Value):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu import __version__
+from yunlu.core.secrets import mask
 
 if TYPE_CHECKING:
     from yunlu.hardware.machine import Machine
@@ -54,7 +54,7 @@ def describe_environment(machine: Machine) -> dict[str, Any]:
         "packages": package_versions(),
         "git_commit": commit,
         "git_dirty": dirty,
-        "argv": [hide_credentials(argument) for argument in sys.argv],
+        "argv": [mask(argument) for argument in sys.argv],
     }
 
 
@@ -77,20 +77,6 @@ def read_git(directory: Path) -> tuple[str | None, bool | None]:
     # Untracked files are left out: counting them can take minutes beside a large data set.
     changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
     return commit, None if changes is None else bool(changes)
-
-
-def hide_credentials(text: str) -> str:
-    """The text with user names, passwords and signed queries inside URLs, and key=secret, masked."""
-    text = _URL_USER.sub(r"\1***@", text)
-    return _SECRET_PAIR.sub(r"\1***", text)
-
-
-_URL_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
-_SECRET_PAIR = re.compile(
-    r"\b([\w.-]*(?:secret|password|passwd|token(?!i)|credential|signature|api[_-]?key|access[_-]?key)"
-    r"[\w.-]*=)[^&\s]+",
-    re.IGNORECASE,
-)
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

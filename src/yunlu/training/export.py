@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 
 from yunlu.core.errors import TrainingError, is_disk_full
 from yunlu.core.files import sync_directory, sync_tree
+from yunlu.core.private_files import make_directory, restrict_tree
+from yunlu.core.secrets import mask
 from yunlu.core.units import show_count, show_number
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training.checkpoint.state import copy_weights
@@ -49,7 +51,7 @@ def export(
     aside = published.with_name(".model.part")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir()
+        make_directory(aside)
         if has_adapter(model):
             base = job.model.weights or job.model.name.removeprefix("hf:")
             save_adapter(model, aside / "adapter", base=base)
@@ -60,7 +62,8 @@ def export(
         if isinstance(task, SavesArtifacts):
             task.save_artifacts(aside)
         (aside / "job.json").write_text(job.model_dump_json(indent=2))
-        (aside / "README.md").write_text(_card(run, job, model, lineage), encoding="utf-8")
+        (aside / "README.md").write_text(mask(_card(run, job, model, lineage)), encoding="utf-8")
+        restrict_tree(aside)
         sync_tree(aside)  # a finished run is not resumed: its model must survive a power cut
         shutil.rmtree(published, ignore_errors=True)
         aside.rename(published)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.launch import detect_launch
+from yunlu.core.private_process import make_process_private
 from yunlu.core.secure_link import derive_secret
 from yunlu.core.settings import launch_variables
 from yunlu.planning.layout import Layout
@@ -84,6 +85,7 @@ def main() -> int:
         "--run-index", type=int, default=0, help="runs trained before by this launch"
     )
     options = parser.parse_args()
+    make_process_private()
     if options.parent is not None:
         _die_with(options.parent)
     launch = detect_launch(launch_variables())

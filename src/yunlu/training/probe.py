@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from yunlu.core.cgroup import Cgroup, read_cgroup
 from yunlu.core.files import write_atomically
+from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings
 from yunlu.hardware.machine import Device, Machine, PrecisionSpeed
 from yunlu.planning.machine_profile import read_processor
@@ -152,7 +153,7 @@ def measured_speeds(device: Device, *, ignore_cache: bool = False) -> tuple[Prec
             pass  # not cached, or damaged
     speeds = tuple(measure_precisions(device))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         write_atomically(path, _SPEEDS.dump_json(speeds))
     except OSError:
         pass  # without a cache the next run measures again

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from yunlu.core.private_files import make_directory, restrict_tree
 from yunlu.runs.events import TraceWritten
 from yunlu.runs.run_store import Area, require_local
 
@@ -149,12 +150,13 @@ class StepTrace:
         path = require_local(self._run).directory(Area.TRACES) / _FILE
         aside = path.with_name(f".{_FILE}")
         try:
-            path.parent.mkdir(exist_ok=True)
+            make_directory(path.parent)
             events = list(profiler.events() or ())
             if len(events) > _MOST_EVENTS:
                 _write_longest(events, aside)
             else:
                 profiler.export_chrome_trace(str(aside))
+            restrict_tree(path.parent)
             aside.replace(path)
         except OSError as error:  # a full disk costs the trace, not the run
             self._run.warn(f"The trace cannot be written: {error.strerror or error}.")

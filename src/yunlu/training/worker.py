@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.private_process import make_process_private
+from yunlu.core.secrets import mask, mask_value
 from yunlu.planning.layout import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
@@ -58,6 +60,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--plan-only", action="store_true")
     arguments = parser.parse_args()
+    make_process_private()
     state = run(arguments.run, plan_only=arguments.plan_only)
     return 1 if state is RunState.FAILED else 0
 
@@ -167,7 +170,7 @@ def _torch_settings_restored() -> Generator[None]:
 
 def _report_failure(directory: RunStore, error: Exception) -> None:
     user_error = as_user_error(error)
-    details = "".join(traceback.format_exception(error))
+    details = mask("".join(traceback.format_exception(error)))
     sys.stderr.write(details)  # into the worker's own log
     data: dict[str, Any] = {
         "code": user_error.code,
@@ -178,7 +181,7 @@ def _report_failure(directory: RunStore, error: Exception) -> None:
         directory.emit(ErrorRaised(**data, traceback=details))
         change_state(directory, RunState.FAILED)
     except OSError:
-        sys.stderr.write(json.dumps(data))  # not even the event log can be written
+        sys.stderr.write(json.dumps(mask_value(data)))  # not even the event log can be written
 
 
 if __name__ == "__main__":

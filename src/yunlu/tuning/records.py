@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
+from yunlu.core.private_files import create_private, make_directory
 from yunlu.tuning.distributions import make_distributions
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
 from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
@@ -299,7 +300,7 @@ class Records:
 def create_records(directory: StudyDir, request: StudyRequest) -> Records:
     """Create the directory of a new study."""
     try:
-        directory.path.mkdir(parents=True, exist_ok=True)
+        make_directory(directory.path)
         directory.write_request(request)
     except OSError as error:
         raise StudyError(
@@ -326,6 +327,7 @@ _opened: dict[Path, Records] = {}
 
 def _open_storage(directory: StudyDir) -> Any:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    create_private(directory.database)  # the database's other files get its mode
     backend = optuna.storages.RDBStorage(
         directory.storage, engine_kwargs={"connect_args": {"timeout": _BUSY_S}}
     )

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.files import write_atomically
-from yunlu.core.settings import read_settings
+from yunlu.core.private_files import open_descriptor
 from yunlu.core.value import Value
 from yunlu.planning.plan import Plan
+from yunlu.runs.home import private_home
 from yunlu.spec.job import Job
 from yunlu.tuning.values import Dimension
 
@@ -201,7 +202,7 @@ class StudyDir:
 
 def studies_home() -> Path:
     """Where studies live: beside the runs."""
-    return read_settings().home / FOLDER
+    return private_home() / FOLDER
 
 
 def check_name(name: str) -> str:
@@ -241,7 +242,7 @@ def find_study(name: str) -> StudyDir:
 
 @contextmanager
 def _locked(path: Path, *, create: bool) -> Generator[None]:
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
+    descriptor = open_descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

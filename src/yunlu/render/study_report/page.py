@@ -54,10 +54,10 @@ _MOST_ERRORS = 5
 
 def write_report(view: StudyView, path: Path | None = None) -> Path:
     """Write the page into the study's directory, or elsewhere; where it lies."""
-    path = path or view.path / "report.html"
+    is_named, path = path is not None, path or view.path / "report.html"
     page = render_page(view, language=read_settings().language, beside=path)
     try:
-        write_atomically(path, page)
+        write_atomically(path, page, private=not is_named)
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {path}: {error.strerror or error}.",

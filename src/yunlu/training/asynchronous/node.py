@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import read_settings
 from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, require_plan
@@ -76,6 +77,7 @@ def main() -> int:
         "--workers-here", type=int, help="workers on this machine; default: devices"
     )
     options = parser.parse_args()
+    make_process_private()
     # fork() does not copy threads: torch must not have started any.
     torch.set_num_threads(1)
     with signals_as_stop() as stop:

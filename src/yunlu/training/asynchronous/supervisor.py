@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, read_number, require_plan
@@ -86,6 +87,7 @@ def main() -> int:
     parser.add_argument("--shares", type=int, help="tickets per step; default: devices")
     parser.add_argument("--claim", help="claim on the run, inherited from the previous module")
     options = parser.parse_args()
+    make_process_private()
     state = run(
         options.run,
         devices=options.devices,

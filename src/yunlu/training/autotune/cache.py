@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from pydantic import ValidationError
 
+from yunlu.core.private_files import make_directory, open_private
 from yunlu.core.settings import read_settings
 from yunlu.training.autotune.search import TunedSettings
 
@@ -37,8 +38,9 @@ def save_cached(shape: Sequence[Any], tuned: TunedSettings) -> TunedSettings:
     path = _path(shape)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(tuned.model_dump_json())
+        make_directory(path.parent)
+        with open_private(aside, "w") as file:
+            file.write(tuned.model_dump_json())
         os.link(aside, path)  # fails where there is one already
     except FileExistsError:
         return load_cached(shape) or tuned

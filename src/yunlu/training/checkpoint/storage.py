@@ -17,6 +17,7 @@ import fsspec
 
 from yunlu.core.errors import CheckpointError, missing_part
 from yunlu.core.files import sync_directory, sync_tree, write_atomically
+from yunlu.core.private_files import make_directory, open_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -114,13 +115,13 @@ class LocalStorage:
     def begin(self, step: int, token: str) -> str:
         """A hidden directory beside the published ones."""
         directory = f".part-step-{step:010d}-{token}"
-        (self.root / directory).mkdir(parents=True, exist_ok=True)
+        make_directory(self.root / directory)
         return directory
 
     @contextmanager
     def create(self, directory: str, file: str) -> Generator[BinaryIO]:
         """Flushed to disk at the end."""
-        with (self.root / directory / file).open("xb") as stream:
+        with open_private(self.root / directory / file, "xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -156,7 +157,8 @@ class LocalStorage:
     def publish(self, directory: str, step: int, manifest: bytes) -> str:
         """Published by one rename, once everything is on disk."""
         aside, final = self.root / directory, self.root / f"step-{step:010d}"
-        (aside / MANIFEST).write_bytes(manifest)
+        with open_private(aside / MANIFEST, "wb") as stream:
+            stream.write(manifest)
         sync_tree(aside)
         if final.exists():  # a damaged one of an earlier attempt, or the same step saved again
             self.discard(final.name)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.core.errors import DataError, MissingPartError
+from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings
 from yunlu.training.data.audio import read_audio
 from yunlu.training.data.synthetic import generator_of
@@ -144,13 +145,12 @@ def make_folder(name: str, clips: Sequence[Clip], *, seed: int, with_transcripts
     if final.is_dir():
         return final
     program = find_espeak()
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(final.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=final.parent))
     try:
         write_clips(aside, clips, seed=seed, program=program)
         if with_transcripts:
             _write_transcripts(aside, clips)
-        aside.chmod(0o755)  # mkdtemp keeps others out; a shared cache should not
         try:
             aside.rename(final)
         except OSError:

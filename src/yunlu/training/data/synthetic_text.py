@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import DataError
 from yunlu.core.files import write_atomically
+from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings
 from yunlu.training.data.synthetic import generator_of
 from yunlu.training.data.table import DataTable
@@ -199,6 +200,6 @@ def generate_python_docs(seed: int) -> Path:  # noqa: ARG001 - not random
     text = "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
     path = read_settings().cache / f"python-docs-{platform.python_version()}.txt"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         write_atomically(path, text)
     return path

@@ -21,6 +21,7 @@ import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
@@ -76,6 +77,7 @@ def run_node(
     parser.add_argument("--node", required=True)
     parser.add_argument("--devices", type=int, required=True)
     options = parser.parse_args()
+    make_process_private()
     # fork() does not copy threads: torch must not have started any.
     torch.set_num_threads(1)
     node = NodeAgent(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import bind_address, worker_environment
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--adopt", action="store_true")
     options = parser.parse_args()
+    make_process_private()
     try:
         state = supervise(
             options.run,

@@ -7,6 +7,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
+from yunlu.core.private_files import make_directory
 from yunlu.planning.machine_profile import DiskFigures
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _CHUNK = 4 << 20
 
 def measure_disk(folder: Path, size: int = SIZE, *, trials: int = 2) -> DiskFigures:
     """Best of a few trials; the file is deleted."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     chunk = os.urandom(min(_CHUNK, size))  # random bytes: a disk may compress repetitions
     written: list[float] = []
     read: list[float] = []

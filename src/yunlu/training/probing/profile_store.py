@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from yunlu.core.files import write_atomically
+from yunlu.core.private_files import make_directory, open_lock
 from yunlu.core.settings import read_settings
 from yunlu.planning import calibration as learnt
 from yunlu.planning.machine_profile import (
@@ -64,7 +65,7 @@ def save_profile(profile: MachineProfile) -> None:
     """Store a profile beside those of other devices and versions; ignores write errors."""
     path = profile_files()[0]
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         with _locked(path):
             before = parse_profiles(path.read_bytes()) if path.exists() else ()
             write_atomically(path, dump_profiles(with_profile(before, profile)))
@@ -73,7 +74,7 @@ def save_profile(profile: MachineProfile) -> None:
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
     """Exclusive lock: concurrent writers must not lose each other's profiles."""
-    with path.with_suffix(".lock").open("w") as file:
+    with open_lock(path.with_suffix(".lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -11,10 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
+from yunlu.core.private_files import create_private
+from yunlu.core.secrets import mask, mask_value
 from yunlu.runs.documents import read_json
 from yunlu.runs.run_store import require_local
 from yunlu.runs.states import RunState
-from yunlu.training.environment import hide_credentials
 from yunlu.training.trackers.config import flatten, public_config
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class MlflowTracker:
         tracking = self._mlflow.tracking
         here = f"sqlite:///{require_local(run).home / 'mlflow.db'}"
         uri = tracking.get_tracking_uri() if tracking.is_tracking_uri_set() else here
+        if uri == here:
+            create_private(require_local(run).home / "mlflow.db")
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         stored = _load_run_id(run, uri)
         if stored is not None and self._reopen(stored):
@@ -80,7 +83,7 @@ class MlflowTracker:
     def finish(self, *, state: str, summary: dict[str, Any]) -> None:
         """Send pending metrics, then the final metrics as tags, and close the run."""
         self._send_metrics()
-        tags = {**flatten(summary), "state": state}
+        tags = {**flatten(mask_value(summary)), "state": state}
         entities = self._mlflow.entities
         self._client.log_batch(
             self._run_id,
@@ -140,7 +143,7 @@ def _load_mlflow() -> ModuleType:
 
 
 def _save_run_id(run: RunStore, uri: str, run_id: str) -> None:
-    stored = {"uri": hide_credentials(uri), "run_id": run_id}
+    stored = {"uri": mask(uri), "run_id": run_id}
     run.write(_DOCUMENT, json.dumps(stored))
 
 
@@ -149,7 +152,7 @@ def _load_run_id(run: RunStore, uri: str) -> str | None:
     stored = read_json(run, _DOCUMENT)
     if stored is None:
         return None
-    return stored.get("run_id") if stored.get("uri") == hide_credentials(uri) else None
+    return stored.get("run_id") if stored.get("uri") == mask(uri) else None
 
 
 def _clean(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from yunlu.core.errors import JobError, YunluError, did_you_mean
 from yunlu.core.imports import make_object, names_object
-from yunlu.training.environment import hide_credentials
+from yunlu.core.secrets import mask
 from yunlu.training.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -182,4 +182,4 @@ class _TrackerQueue:
             self._ending = True
             self._backlog.clear()
         cause = str(error) if isinstance(error, YunluError) else f"{type(error).__name__}: {error}"
-        self._warn(f"{self._name} failed and is disabled for this run: {hide_credentials(cause)}")
+        self._warn(f"{self._name} failed and is disabled for this run: {mask(cause)}")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
+from yunlu.core.private_files import make_directory, open_private
 from yunlu.runs.run_store import Area, require_local
 from yunlu.training.trackers.config import public_config
 
@@ -61,10 +62,10 @@ class TensorBoardTracker:
         assert self._run is not None, "start comes before log"
         self._proto = _load_protos()
         directory = require_local(self._run).directory(Area.TENSORBOARD)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         earlier = sorted(directory.glob("events.out.tfevents.*"))
         # Unbuffered: a record is in the file as soon as it is logged, so a crash loses none.
-        self._file = _path_after(earlier, directory).open("wb", buffering=0)
+        self._file = open_private(_path_after(earlier, directory), "wb", buffering=0)
         self._write(file_version="brain.Event:2")
         if self._resumed or earlier:
             # Readers drop what a crashed attempt logged from this step on.

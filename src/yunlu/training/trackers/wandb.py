@@ -8,6 +8,8 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, missing_part
+from yunlu.core.private_files import make_directory
+from yunlu.core.secrets import mask_value
 from yunlu.runs.documents import read_json
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
@@ -47,7 +49,7 @@ class WandbTracker:
         settings = wandb.Settings(silent=True, console="off")
         wandb.setup(settings=settings)
         directory = require_local(run).directory(Area.TRACKERS)
-        directory.mkdir(exist_ok=True)
+        make_directory(directory)
         try:
             self._run = wandb.init(
                 project=PROJECT,
@@ -71,7 +73,7 @@ class WandbTracker:
 
     def finish(self, *, state: str, summary: dict[str, Any]) -> None:
         """Write the final figures and close; waits until W&B has everything."""
-        self._run.summary.update({**summary, "state": state})
+        self._run.summary.update({**mask_value(summary), "state": state})
         self._run.finish(exit_code=1 if state in _FAILED else 0)
 
 

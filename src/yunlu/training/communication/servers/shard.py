@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import bind_address
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, shard_directory
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--host", default=bind_address())
     parser.add_argument("--with-parent", action="store_true")
     given = parser.parse_args()
+    make_process_private()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # it shares a machine with workers; updates are bound by memory
     serve(given.directory, given.index, given.host, with_parent=given.with_parent)

@@ -8,7 +8,6 @@ secret and issue themselves a short-lived certificate.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
@@ -21,6 +20,8 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, Self, cast
+
+from yunlu.core.addresses import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,11 +265,6 @@ def is_same_machine(sock: socket.socket) -> bool:
     if own == peer:
         return True
     return is_loopback(own) and is_loopback(peer)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own machine only."""
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _first_record(views: Sequence[memoryview]) -> memoryview:

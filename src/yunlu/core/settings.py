@@ -105,9 +105,9 @@ def read_site() -> str | None:
     return os.environ.get("YUNLU_SITE") or None
 
 
-def bind_address() -> str:
-    """Where a supervisor listens: ``YUNLU_BIND``, else this machine alone."""
-    return os.environ.get("YUNLU_BIND") or "127.0.0.1"
+def bind_setting() -> str | None:
+    """Address to listen on, or ``auto``: ``YUNLU_BIND``."""
+    return os.environ.get("YUNLU_BIND") or None
 
 
 def launch_secret() -> str | None:

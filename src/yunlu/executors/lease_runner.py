@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from yunlu.core.addresses import routed_address
 from yunlu.core.errors import StoreError
 from yunlu.core.private_process import make_process_private
 from yunlu.core.settings import worker_environment
@@ -137,7 +138,7 @@ class LeaseRunner:
             if not self._wake_run(lease):
                 return (), {}
             environment = worker_environment()
-            environment.setdefault("YUNLU_BIND", _own_address())
+            environment.setdefault("YUNLU_BIND", routed_address())
             self._leads = True
             return (*lead_program(self.run, lease.devices), self.run.address), environment
         return self._await_lead(lease), worker_environment(threads=1)
@@ -325,14 +326,6 @@ def _vain_lives(run: RunStore) -> int:
             lives = 0
         lives += isinstance(event, AttemptStarted)
     return lives
-
-
-def _own_address() -> str:
-    """The address of this machine that others see; no packet is sent to find it."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))
-        return probe.getsockname()[0]
-    return "127.0.0.1"
 
 
 if __name__ == "__main__":

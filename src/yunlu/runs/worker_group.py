@@ -6,8 +6,6 @@ Messages on the wire are frames: four bytes of length, then one JSON object. No 
 from __future__ import annotations
 
 import json
-import socket
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -134,16 +132,6 @@ class FrameDecoder:
             if not isinstance(message, dict):
                 raise FrameError("a frame does not hold a JSON object")
             yield message
-
-
-def reachable_address(bound: str) -> str:
-    """Address at which others reach what is bound to this one."""
-    if bound != "0.0.0.0":  # noqa: S104 (asked for by the user)
-        return bound
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends no packet: only chooses a route
-        return probe.getsockname()[0]
-    return "127.0.0.1"  # no route: only this machine can connect
 
 
 def send_request(

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from yunlu.core.addresses import routed_address
 from yunlu.core.errors import TrainingError
 from yunlu.core.secure_link import derive_secret
 from yunlu.core.settings import read_settings
 from yunlu.runs.group_secret import read_group_secret
-from yunlu.runs.worker_group import reachable_address
 from yunlu.training.attempt import as_user_error
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
 from yunlu.training.parallel.sockets import is_connection_error
@@ -274,7 +274,7 @@ def _exchange_address(
 
 def _host_store(launch: LaunchInfo, secret: bytes, *, port: int) -> StoreServer:
     host = _address_towards(launch.host, launch.port) or "127.0.0.1"
-    outside = reachable_address("0.0.0.0")  # noqa: S104 (no address to bind: asks for the route)
+    outside = routed_address()
     # A host's own name is often a loopback address to itself, and to no other host.
     is_named = host.startswith("127.") and launch.host not in {host, "localhost"}
     others = [outside] if is_named and outside != host else []

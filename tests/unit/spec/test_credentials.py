@@ -153,7 +153,9 @@ def test_an_ordinary_job_passes(kind: str) -> None:
 def test_an_override_is_refused_and_says_that_commands_can_be_seen(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("task: tabular-classification\nmodel: mlp\ndata: s3://b/x.csv\n")
-    with pytest.raises(InvalidJobError, match=r"--set data\.options\.secret: a credential") as refused:
+    with pytest.raises(
+        InvalidJobError, match=r"--set data\.options\.secret: a credential"
+    ) as refused:
         load_job(file, overrides=[f"data.options.secret={CANARY}"])
     assert "others can also see the arguments of a command" in str(refused.value)
     assert S3 in str(refused.value)

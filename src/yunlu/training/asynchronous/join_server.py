@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.settings import bind_address, read_settings
+from yunlu.core.addresses import bind_address
+from yunlu.core.settings import read_settings
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Document
-from yunlu.runs.worker_group import LOCAL, WorkerGroup, reachable_address, write_worker_group
+from yunlu.runs.worker_group import LOCAL, WorkerGroup, write_worker_group
 from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.exec_module import ASYNC_NODE
 from yunlu.training.elastic.messages import (
@@ -70,7 +71,8 @@ class JoinServer:
     def __init__(self, directory: RunStore) -> None:
         self._directory = directory
         self._token = secrets.token_urlsafe(32)
-        self._server = ControlServer(bind_address(), self._token)
+        self._host = bind_address()
+        self._server = ControlServer(self._host, self._token)
         self._nodes: dict[ControlConnection, JoinedNode] = {}
         self._patience = read_settings().patience
         self._pinged_at = 0.0
@@ -80,7 +82,7 @@ class JoinServer:
         """Publish the address; ``is_open``: servers are running; ``layout``: number of tickets per step."""
         process = psutil.Process()
         group = WorkerGroup(
-            host=reachable_address(bind_address()),
+            host=self._host,
             port=self._server.port,
             token=self._token,
             pid=os.getpid(),

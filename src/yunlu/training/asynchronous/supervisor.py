@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from yunlu.core.addresses import bind_address
 from yunlu.core.private_process import make_process_private
-from yunlu.core.settings import bind_address
 from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, read_number, require_plan
 from yunlu.runs.events import (

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from yunlu.core.addresses import bind_address
 from yunlu.core.private_process import make_process_private
-from yunlu.core.settings import bind_address, worker_environment
+from yunlu.core.settings import worker_environment
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
@@ -33,7 +34,6 @@ from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import (
     GroupWorker,
     WorkerGroup,
-    reachable_address,
     read_worker_group,
     write_worker_group,
 )
@@ -128,8 +128,8 @@ class Supervisor:
     ) -> None:
         self.directory = directory
         self._token = before.token if before else secrets.token_urlsafe(32)
-        self._host = reachable_address(bind_address())
-        self._server = ControlServer(bind_address(), self._token)
+        self._host = bind_address()
+        self._server = ControlServer(self._host, self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
         self._started_at = psutil.Process().create_time()

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 
+from yunlu.core.addresses import LOOPBACK, is_loopback
 from yunlu.core.secure_link import (
     HANDSHAKE_S,
     SecureLink,
     connect_link,
     derive_secret,
-    is_loopback,
 )
 from yunlu.core.settings import use_network_interface
 from yunlu.training.parallel.sockets import interface_of
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-LOOPBACK = "127.0.0.1"
 _LENGTH = struct.Struct("<Q")
 _MARK = struct.Struct("<4sI")
 _MAGIC = b"YLgt"

@@ -23,7 +23,6 @@ from yunlu.runs.worker_group import (
     FrameDecoder,
     WorkerGroup,
     control_secret,
-    reachable_address,
     read_worker_group,
     send_request,
 )
@@ -201,8 +200,3 @@ def test_requests_are_answered_to_those_who_know_the_token(
     assert (tmp_path / Document.TARGET_WORKERS).read_text() == "4"
     stranger = crew.model_copy(update={"token": "guess"})
     assert isinstance(answer(stranger, {"kind": "locate_run"}), StoreError)
-
-
-def test_an_address_for_all_is_told_as_one_that_others_can_use():
-    assert reachable_address("10.1.2.3") == "10.1.2.3"
-    assert reachable_address("0.0.0.0") != "0.0.0.0"

@@ -10,7 +10,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret
-from yunlu.runs.worker_group import reachable_address
 from yunlu.training.communication.servers.address import ServerAddress, publish_address
 from yunlu.training.communication.servers.frames import (
     CONTROL_BYTES,
@@ -96,7 +95,7 @@ class ShardServer:
         port = self._listener.getsockname()[1]
         publish_address(
             shard.directory,
-            ServerAddress(host=reachable_address(host), port=port, token=shard.token),
+            ServerAddress(host=host, port=port, token=shard.token),
         )
 
     def run(self) -> None:

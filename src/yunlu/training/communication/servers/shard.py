@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from yunlu.core.addresses import bind_address
 from yunlu.core.private_process import make_process_private
-from yunlu.core.settings import bind_address
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, shard_directory
 

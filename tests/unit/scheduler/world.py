@@ -1,4 +1,4 @@
-"""A world for the steward: real run directories, machines that die, processes that only exist here.
+"""A world for the scheduler: real run directories, machines that die, processes that only exist here.
 
 It does what an executor does, says what a worker says, and notes what must never happen.
 """
@@ -85,7 +85,7 @@ class World:
     cursed: set[str] = field(default_factory=set)
     """Runs that crash before their first step."""
 
-    # What the steward may do (``Hands``).
+    # What the scheduler may do (``RunControl``).
 
     def nodes(self) -> tuple[Node, ...]:
         alive = {name: count for name, count in self.machines.items() if name not in self.dead}

@@ -1,4 +1,4 @@
-"""The next generation, for any crew, layout and loss."""
+"""The next generation, for any worker group, layout and loss."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ LAYOUTS = st.builds(
 
 
 @st.composite
-def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
+def worker_groups(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     layout, after = draw(LAYOUTS), draw(LAYOUTS)
     worker_reports: list[WorkerReport] = []
     for rank in range(layout.world):
@@ -164,7 +164,7 @@ def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     return layout, worker_reports, draw(st.integers(1, 12)), after
 
 
-@given(crews())
+@given(worker_groups())
 def test_any_decision_is_whole(group: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
     layout, worker_reports, target, after = group
 

@@ -77,7 +77,7 @@ class LeasedExecutor(ABC):
         """Ask the cluster for one lease; its handle. ``lead`` is the handle of the lead's, if known."""
 
     @abstractmethod
-    def look(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
+    def observe(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
         """Every lease of the run that the cluster knows, by name; also those not in the record."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class LeasedExecutor(ABC):
     def resize(self, run: RunStore, placement: Placement) -> ResizeResult:
         """As ``Executor.resize``."""
         with record_lock(run):
-            record, statuses, seen = self._look_again(run)
+            record, statuses, seen = self._observe_again(run)
             is_alive = any(status.state is not LeaseState.GONE for status in statuses)
             if record.is_ending or not is_alive or _is_headless(run, statuses):
                 return ResizeResult(how="later", text=f"{run.id} is stopped, or just being")
@@ -153,7 +153,7 @@ class LeasedExecutor(ABC):
             if now:
                 self._end_all(run, record)
                 return
-            seen = self.look(run, record)
+            seen = self.observe(run, record)
             waiting = [
                 result.handle for result in seen.values() if result.state is LeaseState.WAITING
             ]
@@ -165,7 +165,7 @@ class LeasedExecutor(ABC):
     def status(self, run: RunStore) -> RunStatus:
         """As ``Executor.status``."""
         with record_lock(run):
-            record, statuses, _ = self._look_again(run)
+            record, statuses, _ = self._observe_again(run)
         group = read_worker_group(run)
         workers = count_workers(group) if group else 0
         is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
@@ -199,12 +199,12 @@ class LeasedExecutor(ABC):
             write_record(run, record)
             append_lease_event(run, lease, "asked", reason=handle)
 
-    def _look_again(
+    def _observe_again(
         self, run: RunStore
     ) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
         """The record brought up to date with the cluster; who is in neither's plans is ended."""
         record = known_record(run)
-        seen = self.look(run, record)
+        seen = self.observe(run, record)
         strangers = [
             result.handle
             for name, result in seen.items()
@@ -229,7 +229,7 @@ class LeasedExecutor(ABC):
             self.notify(running)
 
     def _end_all(self, run: RunStore, record: LeaseRecord) -> None:
-        seen = self.look(run, record)
+        seen = self.observe(run, record)
         left = [result.handle for result in seen.values() if result.state is not LeaseState.GONE]
         if left:
             self.cancel(left)

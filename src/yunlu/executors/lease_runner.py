@@ -110,7 +110,7 @@ class LeaseRunner:
     def hold(self) -> int:
         """Until nothing of it is left; the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # who is orphaned stays one of ours
         lease = self._wanted_lease()
         if lease is None:
@@ -187,7 +187,7 @@ class LeaseRunner:
         while self._reap():
             if self._parent is not None and os.getppid() != self._parent:
                 self._kill_all()
-            self._look_at_record()
+            self._read_own_lease()
             self._measure(lease)
             if self._is_told and not self._passed_on:
                 self._pass_on()
@@ -230,12 +230,12 @@ class LeaseRunner:
         children = psutil.Process().children(recursive=True)
         cores, memory_bytes = self._meter.measure(self.name, [child.pid for child in children])
         if cores is not None:
-            machine = self._meter.look()
+            machine = self._meter.sample()
             use = LeaseUse(at=time.time(), node=lease.node, cores=cores, memory_bytes=memory_bytes,
                            machine=machine)  # fmt: skip
             write_use(self.run, self.name, use)
 
-    def _look_at_record(self) -> None:
+    def _read_own_lease(self) -> None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S or self._passed_on:
             return
@@ -275,7 +275,7 @@ class LeaseRunner:
             ):
                 self._is_heir = False
 
-    def _hear(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         if self._is_told:
             return
         self._is_told = True
@@ -317,12 +317,12 @@ def _supervisor(run: RunStore) -> psutil.Process | None:
 
 def _vain_lives(run: RunStore) -> int:
     """Lives in a row in which nobody made a step."""
-    lives = 0
+    attempts = 0
     for event, _ in run.read_events():
         if isinstance(event, WorkerGroupFormed):
-            lives = 0
-        lives += isinstance(event, AttemptStarted)
-    return lives
+            attempts = 0
+        attempts += isinstance(event, AttemptStarted)
+    return attempts
 
 
 def _own_address() -> str:

@@ -68,8 +68,8 @@ class Cluster:
 
     def survey(self) -> dict[str, Any]:
         """As ``ray_parse.ClusterSurvey``."""
-        self._hear_errors()
-        inside = self._look_inside()
+        self._collect_start_errors()
+        inside = self._read_cluster()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         named = self._ray.util.list_named_actors(all_namespaces=True)
         actors = {item["name"] for item in named if item["namespace"] == OURS}
@@ -113,7 +113,7 @@ class Cluster:
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=strategy,
         ).remote(order)
-        self._begun[name] = actor.look.remote()
+        self._begun[name] = actor.state.remote()
 
     def leave(self, *, names: list[str]) -> None:
         """Tell leases to go."""
@@ -148,12 +148,12 @@ class Cluster:
         ours = (group for group in every.values() if group["name"].startswith(f"{OURS}/"))
         return [group for group in ours if group["state"] in _LIVING]
 
-    def _look_inside(self) -> dict[str, Any]:
+    def _read_cluster(self) -> dict[str, Any]:
         if not self._is_client:
-            return look_inside()
-        return self._ray.get(self._ray.remote(num_cpus=0)(look_inside).remote())
+            return read_cluster()
+        return self._ray.get(self._ray.remote(num_cpus=0)(read_cluster).remote())
 
-    def _hear_errors(self) -> None:
+    def _collect_start_errors(self) -> None:
         """Whether those that we started could begin; a cluster tells nobody else."""
         if not self._begun:
             return
@@ -169,7 +169,7 @@ class Cluster:
                     self._errors[name] = _words(error)
 
 
-def look_inside() -> dict[str, Any]:
+def read_cluster() -> dict[str, Any]:
     """What only a process inside the cluster is told; where it is not, nodes are taken as free."""
     state: Any = import_module("ray._private.state").state
     result: dict[str, Any] = {"available": {}, "draining": []}
@@ -201,8 +201,8 @@ def _words(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _say(answers: IO[str], **words: Any) -> None:
-    answers.write(json.dumps(words) + "\n")
+def _say(answers: IO[str], **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
     answers.flush()
 
 

@@ -121,8 +121,8 @@ class RayExecutor(LeasedExecutor):
         )
         return name
 
-    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
-        """As ``LeasedExecutor.look``."""
+    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+        """As ``LeasedExecutor.observe``."""
         ended = {
             result.lease: result.reason
             for result, _ in read_lease_events(run)

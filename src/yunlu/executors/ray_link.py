@@ -89,9 +89,9 @@ class RayLink:
         except OSError as error:
             raise self._no_connection(str(error)) from error
 
-    def _no_connection(self, said: str) -> ExecutorError:
+    def _no_connection(self, cause: str) -> ExecutorError:
         return ExecutorError(
-            f"there is no connection to the Ray cluster at {self.address}: {said}",
+            f"there is no connection to the Ray cluster at {self.address}: {cause}",
             hint="ray status, run there, says whether it is up",
         )
 

@@ -1,7 +1,7 @@
 """Watchdog between a Ray actor and its lease program: nothing outlives the actor.
 
 Ray ends the direct children of an actor, and not even those where the actor itself is killed; the
-workers of a worker group have sessions of their own and outlive their parents. The keeper is nobody's child,
+workers of a worker group have sessions of their own and outlive their parents. The watchdog is nobody's child,
 adopts whoever loses its parent, and ends all of them as soon as the actor or its raylet is gone: a
 node that the cluster has given up does not go on training. It knows nothing of Ray.
 """
@@ -54,15 +54,15 @@ def main() -> int:
     parts = [*_LEASE, str(args.run), args.lease, "--with-parent"]
     reason = RayWatchdog(parts, raylet=args.raylet).keep(log=args.log, directory=args.directory)
     if reason:
-        _tell_run(open_run(args.run), args.lease, reason)
+        _emit_lost(open_run(args.run), args.lease, reason)
     return 0
 
 
 class RayWatchdog:
     """One program and everything that it starts."""
 
-    def __init__(self, words: list[str], *, raylet: int) -> None:
-        self._words = words
+    def __init__(self, command: list[str], *, raylet: int) -> None:
+        self._command = command
         self._raylet = _WatchedProcess(raylet)
         self._program = 0
         self._code: int | None = None
@@ -76,7 +76,7 @@ class RayWatchdog:
         try:
             self._start(log, directory)
         except OSError as error:
-            self._tell(error=f"the lease could not be started: {error}")
+            self._report(error=f"the lease could not be started: {error}")
             return str(error)
         reason = ""
         while self._bury():
@@ -86,14 +86,14 @@ class RayWatchdog:
                 self._end_all()
         if not reason and self._code is not None and self._code < 0:
             reason = f"its process was ended by {signal.Signals(-self._code).name}"
-        self._tell(code=self._code, reason=reason)
+        self._report(code=self._code, reason=reason)
         return reason
 
     def _start(self, log: Path, directory: Path) -> None:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                self._words,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -102,7 +102,7 @@ class RayWatchdog:
             )
         child.returncode = 0  # waited for together with those that are adopted
         self._program = child.pid
-        self._tell(pid=child.pid)
+        self._report(pid=child.pid)
 
     def _wait(self) -> None:
         actor = [sys.stdin.fileno()] if self._has_actor else []
@@ -148,9 +148,9 @@ class RayWatchdog:
                     process.kill()
             time.sleep(0.01)
 
-    def _tell(self, **words: Any) -> None:
+    def _report(self, **fields: Any) -> None:
         with suppress(OSError):  # nobody listens any more
-            os.write(sys.stdout.fileno(), json.dumps(words).encode() + b"\n")
+            os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
     def _listen_to_signals(self) -> None:
         self._wake.setblocking(False)
@@ -176,7 +176,7 @@ class _WatchedProcess:
         return psutil.pid_exists(self._pid)
 
 
-def _tell_run(run: RunStore, name: str, reason: str) -> None:
+def _emit_lost(run: RunStore, name: str, reason: str) -> None:
     """Say in the run's own directory what the lease could not: the cluster notices much later."""
     record = read_record(run)
     lease = record.find(name) if record else None

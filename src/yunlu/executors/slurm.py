@@ -176,8 +176,8 @@ class SlurmExecutor(LeasedExecutor):
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
         return _slurm(*parts, script=script).partition(";")[0]
 
-    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
-        """As ``LeasedExecutor.look``."""
+    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+        """As ``LeasedExecutor.observe``."""
         result: dict[str, ObservedLeases] = {}
         beginning = _job_name(run, "")
         needed = {
@@ -312,19 +312,19 @@ class SlurmExecutor(LeasedExecutor):
             _slurm("scontrol", "update", f"NodeName={names}", f"State={state}")
 
 
-def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> str:
+def _slurm(*command: str, script: str | None = None, is_lenient: bool = False) -> str:
     """What a command of Slurm printed; its own words where it refuses."""
-    if words[0] in _CHANGES:
+    if command[0] in _CHANGES:
         _heard.clear()
-    program = shutil.which(words[0])
+    program = shutil.which(command[0])
     if program is None:
         raise ExecutorError(
-            f"Slurm is not on this machine: there is no {words[0]}",
+            f"Slurm is not on this machine: there is no {command[0]}",
             hint="run this where sbatch works, such as a login node of the cluster",
         )
     try:
         done = subprocess.run(  # noqa: S603 (Slurm's own program, no shell)
-            [program, *words[1:]],
+            [program, *command[1:]],
             input=script,
             capture_output=True,
             text=True,
@@ -332,10 +332,10 @@ def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ExecutorError(f"Slurm has not answered {words[0]} for {_ANSWER_S:.0f} s") from error
+        raise ExecutorError(f"Slurm has not answered {command[0]} for {_ANSWER_S:.0f} s") from error
     if done.returncode and not is_lenient:
         given = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ExecutorError(f"Slurm refused {words[0]}: {given}")
+        raise ExecutorError(f"Slurm refused {command[0]}: {given}")
     return done.stdout.strip()
 
 

@@ -49,7 +49,7 @@ class UsageMeter:
         self._before: dict[str, tuple[float, float]] = {}
         psutil.cpu_percent(interval=None)  # the first answer is about nothing
 
-    def look(self) -> NodeUse:
+    def sample(self) -> NodeUse:
         """How busy it has been since the last look."""
         return NodeUse(
             cpu=psutil.cpu_percent(interval=None) / 100.0,

@@ -55,7 +55,7 @@ class HostLinks(Value):
     """A step of its slowest worker, without any exchange."""
 
 
-class Chosen(Value):
+class ChosenMethod(Value):
     """One way to communicate, and the steps that were made with it."""
 
     at: float
@@ -75,8 +75,8 @@ class Chosen(Value):
     refused: tuple[RefusedSetting, ...]
     links: tuple[HostLinks, ...]
     """Empty where nothing was measured."""
-    aside: tuple[str, ...] = ()
-    """Hosts that stepped aside then: the others were to be faster without them."""
+    excluded: tuple[str, ...] = ()
+    """Hosts excluded as stragglers: the others were predicted to be faster without them."""
 
     def expectation(self, quantity: str) -> Expectation | None:
         """Predicted beside measured, where at least one of them is known."""
@@ -93,11 +93,11 @@ class Chosen(Value):
 class Communication(Value):
     """How several workers exchanged what they learnt."""
 
-    choices: tuple[Chosen, ...]
+    choices: tuple[ChosenMethod, ...]
     """In the order they were made; links may change, and workers."""
 
     @property
-    def newest(self) -> Chosen:
+    def newest(self) -> ChosenMethod:
         """How they communicate, or did at the end."""
         return self.choices[-1]
 
@@ -116,12 +116,12 @@ def read_communication(log: RunLog) -> Communication | None:
         for event, end in zip(events, ends, strict=True)
     ]
     # What was replaced before a step was made with it, or whose steps were undone, tells nothing.
-    retained = [choice for choice in choices[:-1] if choice.steps or choice.aside] + choices[-1:]
+    retained = [choice for choice in choices[:-1] if choice.steps or choice.excluded] + choices[-1:]
     return Communication(choices=tuple(retained))
 
 
 def communication_lines(communication: Communication) -> Iterator[str]:
-    """What was chosen, what it did, who stepped aside, and what came before: at most a line each."""
+    """What was chosen, what it did, which hosts were excluded, and what came before: at most a line each."""
     newest = communication.newest
     # Of a long reason the ends: the links, and how much faster it should be.
     reason = without_name(newest).split("; ")
@@ -138,7 +138,7 @@ def communication_lines(communication: Communication) -> Iterator[str]:
     if parts:
         yield "; ".join(parts)
     for choice in communication.choices:
-        if choice.aside:
+        if choice.excluded:
             yield f"at step {choice.from_step + 1:,} {choice.reason.rpartition('; ')[2]}"
     before = [
         item.name for item, after in pairwise(communication.choices) if item.name != after.name
@@ -147,20 +147,20 @@ def communication_lines(communication: Communication) -> Iterator[str]:
         yield f"before step {newest.from_step + 1:,}: {', then '.join(before[-3:])}"
 
 
-def without_name(chosen: Chosen) -> str:
+def without_name(chosen: ChosenMethod) -> str:
     """The reason alone, which begins with the name of what was chosen."""
     return chosen.reason.removeprefix(f"{chosen.name}: ")
 
 
-def _beside(told: Expectation, show: Callable[[float], str]) -> str:
-    if told.predicted is None:
+def _beside(expectation: Expectation, show: Callable[[float], str]) -> str:
+    if expectation.predicted is None:
         return ""
-    ratio = "" if told.ratio is None else f", × {told.ratio:.2f}"
-    return f" ({show(told.predicted)} predicted{ratio})"
+    ratio = "" if expectation.ratio is None else f", × {expectation.ratio:.2f}"
+    return f" ({show(expectation.predicted)} predicted{ratio})"
 
 
-def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> Chosen:
-    return Chosen(
+def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> ChosenMethod:
+    return ChosenMethod(
         at=event.at,
         # A worker that goes on from a checkpoint chooses before it has read it.
         from_step=int(records[0]["step"]) - 1 if records else event.step,
@@ -174,7 +174,7 @@ def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> Chose
         candidates=tuple(_candidates(event)),
         refused=event.refused,
         links=tuple(_links(event.links)) if event.links else (),
-        aside=tuple(_excluded_hosts(event)),
+        excluded=tuple(_excluded_hosts(event)),
     )
 
 

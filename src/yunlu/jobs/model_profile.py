@@ -195,9 +195,9 @@ def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
     return answer
 
 
-def _as_error(told: Mapping[str, Any]) -> YunluError:
+def _as_error(answer: Mapping[str, Any]) -> YunluError:
     kinds = {kind.code: kind for kind in _every_kind(YunluError)}
-    return kinds.get(told["code"], YunluError)(told["message"], hint=told["hint"])
+    return kinds.get(answer["code"], YunluError)(answer["message"], hint=answer["hint"])
 
 
 def _every_kind(kind: type[YunluError]) -> list[type[YunluError]]:

@@ -86,7 +86,7 @@ def search_options(
     catalog = catalog or open_catalog()
     ask, notes = make_query(job, catalog)
     weighed = rank_candidates(ask)
-    if not len(weighed.found) and (wider := _widen(ask, job)) is not None:
+    if not len(weighed.layouts) and (wider := _widen(ask, job)) is not None:
         ask, weighed = wider, rank_candidates(wider)
         notes.append(
             f"{USUAL_DEVICES} devices cannot hold the model: up to {MANY_DEVICES} were tried"
@@ -143,13 +143,13 @@ def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     return ask, [*notes, *note_lone(job), *supply.notes]
 
 
-def _sequence_length(job: Job, found: JobShape) -> int:
-    if found.seq is not None:
-        return found.seq
+def _sequence_length(job: Job, profile: JobShape) -> int:
+    if profile.seq is not None:
+        return profile.seq
     if job.task not in _TEXT_TASKS:
         return 1
     wanted = block_length(job)
-    return min(wanted, found.shape.longest) if found.shape.longest else wanted
+    return min(wanted, profile.shape.longest) if profile.shape.longest else wanted
 
 
 def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
@@ -160,20 +160,20 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
     return _RULES[optimizer.name]
 
 
-def _work(job: Job, found: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
+def _work(job: Job, profile: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
     """How much there is to do, and the batches it may be done in."""
     train, notes = job.train, list[str]()
     amounts: DatasetSize | None = None
     try:
         amounts = measure_dataset(job, seq=seq)
     except DataError:
-        if found.train_samples is not None:
-            amounts = DatasetSize(train=found.train_samples, validation=0, test=0)
+        if profile.train_samples is not None:
+            amounts = DatasetSize(train=profile.train_samples, validation=0, test=0)
         elif train.steps is None:
             raise
         else:
             notes.append("data of unknown size: evaluation is not in the time (say data.samples)")
-    columns = columns_of(found.shape, seq)
+    columns = columns_of(profile.shape, seq)
     if train.steps is not None:
         batch = train.batch if train.batch != "auto" else DEFAULT_BATCH
         batches: tuple[int, ...] = (batch,)
@@ -324,13 +324,13 @@ def _choose(
 ) -> PlanOptions:
     """The best few; what we cannot train on stands last, however good it looks, for comparison."""
     trained = [can_train(catalog, price.offer.device) for price in ask.prices]
-    if all(trained) or not any(trained) or not len(weighed.found):
+    if all(trained) or not any(trained) or not len(weighed.layouts):
         return choose_options(ask, weighed, top=top)
     parts: list[PlanOptions] = []
     for kind in (True, False):
         prices = tuple(p for p, item in zip(ask.prices, trained, strict=True) if item is kind)
         only = replace(ask, prices=prices)
-        priced = replace(weighed, candidates=price_all(only, weighed.found, weighed.steps))
+        priced = replace(weighed, candidates=price_all(only, weighed.layouts, weighed.steps))
         if len(priced.candidates):
             parts.append(choose_options(only, priced, top=top))
     first, *others = parts
@@ -350,7 +350,7 @@ def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) 
     text: dict[str, float] = {}
     for what, tried in _relax(ask, job, catalog):
         weighed = rank_candidates(tried)
-        if not len(weighed.found):
+        if not len(weighed.layouts):
             continue
         best = _choose(tried, weighed, catalog, top=1).best
         cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "

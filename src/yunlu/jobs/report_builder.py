@@ -67,7 +67,7 @@ def build_report(run: RunStore) -> Report:
     log = read_run_log(run)
     job, view = _read_job(run), log.view
     state, plan, model = view.state, view.plan, view.model
-    metric, evaluations = read_evaluations(log, asked=plan.best_metric if plan else "auto")
+    metric, evaluations = read_evaluations(log, wanted=plan.best_metric if plan else "auto")
     shown = detailed(log, evaluations)
     newest = log.records[-1] if log.records else {}
     incidents, padding = view.incidents, read_padding(log.records)
@@ -249,7 +249,7 @@ def _checkpoints(view: RunView, run: RunStore) -> tuple[SavedCheckpoint, ...]:
             seconds=checkpoint.seconds,
             stalled_s=checkpoint.stalled_s,
             metrics=checkpoint.metrics,
-            kept=bool(checkpoint.path) and run.has(checkpoint.path),
+            is_kept=bool(checkpoint.path) and run.has(checkpoint.path),
         )
         for step, checkpoint in sorted(latest.items())
     )

@@ -105,7 +105,7 @@ class SavedCheckpoint(Value):
     seconds: float | None
     stalled_s: float | None
     metrics: dict[str, float]
-    kept: bool
+    is_kept: bool
 
 
 class Failure(Value):

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Evaluated
 
 
-def read_evaluations(log: RunLog, *, asked: str) -> tuple[str, tuple[EvaluationRow, ...]]:
+def read_evaluations(log: RunLog, *, wanted: str) -> tuple[str, tuple[EvaluationRow, ...]]:
     """The metric to quote, and all evaluations: validation by step, the test split last.
 
-    The metric is the one ``asked`` for, else the one that the task names first.
+    The metric is the one ``wanted`` for, else the one that the task names first.
     """
     result = _by_split_and_step(log)
     order = sorted(result, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
     rows = [_row(result[key]) for key in order]
     names = [name for row in rows for name in row.metrics]
-    metric = asked if asked in {*names, "loss"} else next(iter(names), "loss")
+    metric = wanted if wanted in {*names, "loss"} else next(iter(names), "loss")
     best = _best([row for row in rows if row.split == "validation"], metric)
     return metric, tuple(row.model_copy(update={"best": row is best}) for row in rows)
 

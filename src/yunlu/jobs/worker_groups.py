@@ -207,11 +207,11 @@ def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
     return sums
 
 
-def _add(own: _Sums, said: dict[str, Any], step: int | None) -> None:
-    memory = number(said.get("memory_bytes"))
+def _add(own: _Sums, sample: dict[str, Any], step: int | None) -> None:
+    memory = number(sample.get("memory_bytes"))
     if memory is not None and math.isfinite(memory):
         own.memory_bytes = max(own.memory_bytes or 0.0, memory)
-    took, waited = number(said.get("step_s")), number(said.get("wait_s")) or 0.0
+    took, waited = number(sample.get("step_s")), number(sample.get("wait_s")) or 0.0
     if not took or not math.isfinite(took + waited):
         return  # it has not done a step yet
     own.step_s, own.wait_s, own.count = own.step_s + took, own.wait_s + waited, own.count + 1

@@ -89,7 +89,7 @@ def spot(
         from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(market, PRIOR, random=random) for market in markets]
-    begun = draw_starts(markets, job, each=starts, random=random)
+    begun = draw_starts(markets, job, per_market=starts, random=random)
     trials = replay_jobs(job, begun, knows_past=past, with_optimum=optimum)
     standings = summarise_policies(trials)
     if plot is not None:

@@ -62,13 +62,13 @@ def count_devices(job: Job, *, gpus: int) -> int:
     return max(gpus // given * given, 1)
 
 
-def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
+def layout_from(wanted: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
     """The layout of these sizes, with those of the options asked for that mean something in it."""
     dp, fsdp, tp, pp = (sizes.get(axis, 1) for axis in SPLITTING)
-    stages = asked.stages_per_rank
+    stages = wanted.stages_per_rank
     if stages == "auto":
-        stages = 2 if asked.schedule == "interleaved" else 1
-    schedule = asked.schedule
+        stages = 2 if wanted.schedule == "interleaved" else 1
+    schedule = wanted.schedule
     if schedule == "auto":
         schedule = "interleaved" if stages > 1 else "1f1b"
     return Layout(
@@ -76,9 +76,9 @@ def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
         fsdp=fsdp,
         tp=tp,
         pp=pp,
-        sequence=asked.sequence and tp > 1,
-        vocabulary=asked.vocabulary and tp > 1,
-        zero1=asked.zero1 and dp > 1 and fsdp == 1,
+        sequence=wanted.sequence and tp > 1,
+        vocabulary=wanted.vocabulary and tp > 1,
+        zero1=wanted.zero1 and dp > 1 and fsdp == 1,
         schedule=schedule if pp > 1 else "1f1b",
         stages_per_rank=stages if pp > 1 else 1,
     )
@@ -102,7 +102,7 @@ def choose_layout(
     *,
     batch: int,
     room_bytes: float,
-    asked: LayoutSpec = _NOBODY_ASKED,
+    wanted: LayoutSpec = _NOBODY_ASKED,
     nodes: int = 1,
 ) -> tuple[Layout, str]:
     """The layout for so many devices, and why; what was asked for stays as it is.
@@ -115,11 +115,11 @@ def choose_layout(
         facts: What the model allows (see ``restrict`` for what the job does).
         batch: Samples of a step; there are never more replicas.
         room_bytes: Memory of one device that weights, gradients, state and activations may take.
-        asked: What the user says.
+        wanted: Layout keys of the job.
         nodes: Machines that the devices are spread over, evenly.
     """
-    if asked.is_whole:
-        layout = layout_from(asked, asked.sizes)
+    if wanted.is_whole:
+        layout = layout_from(wanted, wanted.sizes)
         if layout.world < devices:
             raise JobError(
                 f"The layout {layout} is for {layout.world} devices, not {devices}.",
@@ -131,10 +131,10 @@ def choose_layout(
     def key(layout: Layout) -> tuple[float, ...]:
         return _plainness(layout, nodes=nodes)
 
-    result, refused = _search(devices, facts, asked, batch=batch, room_bytes=room_bytes, key=key,
-                             pins=asked.sizes)  # fmt: skip
+    result, refused = _search(devices, facts, wanted, batch=batch, room_bytes=room_bytes, key=key,
+                             pins=wanted.sizes)  # fmt: skip
     reason = _reason(result, facts, batch=batch, devices=devices, room_bytes=room_bytes)
-    reason += _lost_zero1(result, facts, asked)
+    reason += _lost_zero1(result, facts, wanted)
     return result, _with_idle(reason, result, devices, refused)
 
 

@@ -240,14 +240,14 @@ def make_monotonic(paces: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
     listed = tuple(paces)
     alone = {(item.kind, item.precision): item for item in listed if item.threads == 1}
 
-    def settled(pace: KernelTiming) -> KernelTiming:
+    def corrected(pace: KernelTiming) -> KernelTiming:
         one = alone.get((pace.kind, pace.precision), pace)
         size = min(pace.sizes[-1], one.sizes[-1])
         if float(pace.seconds_at(size)) <= float(one.seconds_at(size)):
             return pace
         return one.model_copy(update={"threads": pace.threads})
 
-    return tuple(map(settled, listed))
+    return tuple(map(corrected, listed))
 
 
 def with_profile(

@@ -51,7 +51,7 @@ class AutotuneTrial(Value):
     """Seconds per sample with it; for a kernel, seconds per update."""
     speedup: float
     """Against the settings before it; above 1 is faster."""
-    kept: bool
+    is_adopted: bool
     remembered: bool = False
     """Measured by an earlier run of the same shape."""
 

@@ -108,7 +108,7 @@ def make_plan(
         choose(
             "batch limits", f"{low} to {high}", "it follows the workers and the gradient's noise"
         )
-    _tell_settings(choose, job, device, profile, split)
+    _add_settings(choose, job, device, profile, split)
     adapts = train.adapt_precision
     adapts = settings.precision == "fp16" and layout.is_single if adapts == "auto" else adapts
     steps_per_epoch = math.ceil(profile.train_samples / batch)
@@ -203,7 +203,7 @@ def _predict(
     )
 
 
-def _tell_settings(
+def _add_settings(
     choose: Callable[..., Any], job: Job, device: Device, profile: Profile, split: Split
 ) -> None:
     """What was measured, with the reasons that came with it."""
@@ -372,16 +372,16 @@ def _choose_workers(job: Job, profile: Profile, *, samples: int, cores: int) -> 
     return min(cores - 1, math.ceil(share)), f"fetching takes {share:.0%} of computing"
 
 
-def _choose_metric(asked: str, profile: Profile) -> str:
+def _choose_metric(metric: str, profile: Profile) -> str:
     """The metric that decides; an unknown one is refused before training starts."""
-    if asked == "auto":
+    if metric == "auto":
         return profile.task_metric if profile.task_metric in profile.metrics else "loss"
-    if asked not in profile.metrics:
+    if metric not in profile.metrics:
         raise JobError(
-            f"The job asks for the metric {asked!r}, which this task does not give.",
-            hint=did_you_mean(asked, profile.metrics),
+            f"The job asks for the metric {metric!r}, which this task does not give.",
+            hint=did_you_mean(metric, profile.metrics),
         )
-    return asked
+    return metric
 
 
 def _choose_checkpoints(job: Job, steps_per_epoch: int, step_s: float) -> tuple[int, str]:

@@ -102,7 +102,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
     if devices == 1:  # whether it fits is found by measuring
         worker_room = math.inf
     layout, reason = choose_layout(
-        devices, facts, batch=batch, room_bytes=worker_room, asked=job.layout
+        devices, facts, batch=batch, room_bytes=worker_room, wanted=job.layout
     )
     refuse_conflicts(job, layout)
     settings, reasons = suit_settings(

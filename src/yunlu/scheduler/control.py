@@ -118,19 +118,19 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
     return service is not None
 
 
-def _end(found: ServiceRecord) -> None:
-    if found.host != socket.gethostname():
+def _end(service: ServiceRecord) -> None:
+    if service.host != socket.gethostname():
         raise StoreError(
-            f"the pool's service runs on {found.host}", hint=f"yunlu pool down, on {found.host}"
+            f"the pool's service runs on {service.host}", hint=f"yunlu pool down, on {service.host}"
         )
     process = WorkerProcess(
-        pid=found.pid,
-        process_started_at=found.process_started_at,
-        host=found.host,
+        pid=service.pid,
+        process_started_at=service.process_started_at,
+        host=service.host,
         detached=True,
     )
-    if found.pid and process.is_alive():
-        os.kill(found.pid, signal.SIGTERM)
+    if service.pid and process.is_alive():
+        os.kill(service.pid, signal.SIGTERM)
 
 
 def _is_free(lock: Path) -> bool:

@@ -45,7 +45,7 @@ class RunControl(Protocol):
         """The machines that are there now."""
         ...
 
-    def look(self, run: RunStore) -> RunObservation:
+    def observe(self, run: RunStore) -> RunObservation:
         """How a run stands now."""
         ...
 
@@ -92,15 +92,15 @@ class ExecutorAdapter:
         lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
         return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in result)
 
-    def look(self, run: RunStore) -> RunObservation:
+    def observe(self, run: RunStore) -> RunObservation:
         """How a run stands, by its own log and what its executor sees of it."""
         before = self._records.get(run.id) or new_record(run)
         if before is None:
             raise not_a_run(run)
         record = detect_lost(run, before)
         self._records[run.id] = record
-        life = self._find_liveness(run)
-        is_alive = life.is_alive
+        liveness = self._find_liveness(run)
+        is_alive = liveness.is_alive
         recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
         usable, is_ready = _group_of(run) if is_alive else (None, False)
@@ -108,11 +108,11 @@ class ExecutorAdapter:
             state=record.state,
             is_alive=is_alive,
             has_begun=has_begun,
-            devices=life.devices,
-            shares=life.shares,
-            lost_nodes=life.lost_nodes,
-            is_settled=life.is_settled,
-            waits_for=life.waits_for,
+            devices=liveness.devices,
+            shares=liveness.shares,
+            lost_nodes=liveness.lost_nodes,
+            is_settled=liveness.is_settled,
+            waits_for=liveness.waits_for,
             usable=usable,
             is_resizable=is_ready and record.state is RunState.RUNNING,
             node=self._node,

@@ -86,12 +86,16 @@ def forecast(
     return result
 
 
-def with_start(figures: Mapping[str, object], told: QueueForecast | None) -> dict[str, object]:
+def with_start(
+    figures: Mapping[str, object], queue_forecast: QueueForecast | None
+) -> dict[str, object]:
     """A policy's figures, with our word on the start: a policy knows nothing of what is to come."""
-    if told is None or told.start_at is None:
+    if queue_forecast is None or queue_forecast.start_at is None:
         return dict(figures)
     rest = {name: value for name, value in figures.items() if name != "starts_at"}
-    return rest | ({"starts_at": told.start_at} if math.isfinite(told.start_at) else {})
+    return rest | (
+        {"starts_at": queue_forecast.start_at} if math.isfinite(queue_forecast.start_at) else {}
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class Scheduler:
     def _watch(self) -> None:
         jump_s = self.clock.find_jump_s()
         if jump_s is not None:
-            self._tell("", "clock", f"the clock of this machine was set by {jump_s:+.0f} s")
+            self._record("", "clock", f"the clock of this machine was set by {jump_s:+.0f} s")
         try:
             self.nodes = self._priced(self.control.nodes())
             self._troubles.pop("nodes", None)
@@ -163,8 +163,8 @@ class Scheduler:
 
     def _measure(self) -> None:
         alive = {s.id: s for s in self.registry.scheduled_runs.values() if s.observation.is_alive}
-        for run_id, text in self._usage_monitor.look(alive, self.nodes).items():
-            self._tell(run_id, "lies", text)
+        for run_id, text in self._usage_monitor.update(alive, self.nodes).items():
+            self._record(run_id, "lies", text)
             with suppress(OSError):
                 alive[run_id].run.warn(f"the pool: {text}")
 
@@ -243,7 +243,7 @@ class Scheduler:
                 claims[name] = claims.get(name, 0) + count
         try:
             for kind, text in self._scaler.follow(state, claims, modes=modes).items():
-                self._tell("", "machines", f"{kind}: {text}")
+                self._record("", "machines", f"{kind}: {text}")
             self._troubles.pop("machines", None)
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
@@ -262,7 +262,9 @@ class Scheduler:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [s for s in scheduled_runs if find_held(s, there) or (s.may_move and not s.rests)]
-        demands = [make_demand(s, self.speeds.tell(s, types), self.clock, there) for s in wanting]
+        demands = [
+            make_demand(s, self.speeds.model_for(s, types), self.clock, there) for s in wanting
+        ]
         return PoolState(
             now=self.clock.now(),
             nodes=self.nodes,
@@ -274,7 +276,7 @@ class Scheduler:
         for scheduled in scheduled_runs:
             if scheduled.phase is Phase.BACKING_OFF:
                 text = f"It failed: {scheduled.allocation.failure.rstrip('.')}"
-                self._tell(
+                self._record(
                     scheduled.id,
                     "failed",
                     f"{text}. It waits {scheduled.allocation.wait_s():.0f} s.",
@@ -285,7 +287,7 @@ class Scheduler:
             result = decision.reasons.get(scheduled.id) if scheduled.may_move else None
             reason = result or _plain_reason(scheduled, wanted)
             shares = list(wanted.shares) if wanted else []
-            self._tell(
+            self._record(
                 scheduled.id,
                 reason.code,
                 reason.text,
@@ -307,7 +309,7 @@ class Scheduler:
         for move in plan_moves(scheduled_runs, wanted, self.nodes):
             scheduled = self.registry.scheduled_runs[move.run_id]
             if text := self.actions.do(scheduled, move):
-                self._tell(move.run_id, "put off", text)
+                self._record(move.run_id, "put off", text)
 
     # Reclaim.
 
@@ -317,21 +319,23 @@ class Scheduler:
             budget = scheduled.entry.budget_dollars
             if scheduled.allocation.given_up:
                 if text := self.actions.give_up(scheduled):
-                    self._tell(scheduled.id, "given up", text)
+                    self._record(scheduled.id, "given up", text)
             elif (vain := self._find_vain_wait(scheduled, now)) and not scheduled.is_sent_away:
                 self.actions.call_off(scheduled, vain)
-                self._tell(scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}")
+                self._record(
+                    scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}"
+                )
             elif scheduled.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
             elif budget is not None and scheduled.allocation.spent_dollars >= budget:
                 text = f"its budget of ${budget:g} is spent"
                 self.actions.dismiss(scheduled, text)
-                self._tell(scheduled.id, "over budget", text)
+                self._record(scheduled.id, "over budget", text)
             elif self._is_stalled(scheduled, now):
                 idle_s = now - scheduled.progress.moved_at
                 text = f"it has written nothing and computed nothing for {idle_s:.0f} s"
                 self.actions.end_stalled(scheduled)
-                self._tell(scheduled.id, "stalled", text)
+                self._record(scheduled.id, "stalled", text)
         for run_id in self.registry.drop_over():
             self.speeds.forget(run_id)
             self._told.pop(run_id, None)
@@ -381,19 +385,19 @@ class Scheduler:
             )
         )
 
-    def _tell(self, run_id: str, code: str, text: str, **more: Any) -> None:
+    def _record(self, run_id: str, code: str, text: str, **more: Any) -> None:
         """A line of the decisions, unless it was the last one about this run."""
         gist = (code, more.get("shares"))
         if run_id and self._told.get(run_id) == gist:
             return
         self._told[run_id] = gist
         line = {"at": round(self.clock.now(), 3), "run": run_id, "code": code, "text": text, **more}
-        self.pool_store.tell([line])
+        self.pool_store.append_decisions([line])
 
-    def _trouble(self, what: str, words: str) -> None:
-        if self._troubles.get(what) != words:
-            self._troubles[what] = words
-            self._tell("", "trouble", words)
+    def _trouble(self, what: str, text: str) -> None:
+        if self._troubles.get(what) != text:
+            self._troubles[what] = text
+            self._record("", "trouble", text)
 
 
 def _plain_reason(scheduled: ScheduledRun, wanted: Any) -> Reason:

@@ -52,7 +52,7 @@ class PendingNodes:
     def update(
         self,
         reserves: Sequence[Reserve],
-        asked: Mapping[str, int],
+        requested: Mapping[str, int],
         there: Mapping[str, int],
         *,
         now: float,
@@ -61,14 +61,14 @@ class PendingNodes:
 
         Args:
             reserves: What can be had, and what of it is.
-            asked: By kind, how many we asked for in all.
+            requested: Nodes requested in all, by kind.
             there: By kind, how many of them can be used now.
             now: On the pool's clock.
         """
         matches: list[PendingNode] = []
         for reserve in reserves:
             kind, ready = reserve.kind, there.get(reserve.kind, 0)
-            wanted = min(max(asked.get(kind, 0), reserve.awake), reserve.most)
+            wanted = min(max(requested.get(kind, 0), reserve.awake), reserve.most)
             since = self._count(kind, ready, max(wanted - ready, 0), now)
             names = [*reserve.waking, *[""] * len(since)]
             matches += [

@@ -93,7 +93,7 @@ class PoolStore:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.settings, settings.model_dump_json(indent=2))
 
-    def tell(self, lines: Iterable[dict[str, Any]]) -> None:
+    def append_decisions(self, lines: Iterable[dict[str, Any]]) -> None:
         """Add to the decisions; an explanation is not worth a fault."""
         with suppress(OSError):
             if self.decisions.exists() and self.decisions.stat().st_size > _MOST_BYTES:

@@ -77,37 +77,39 @@ class SubmitOptions(Value):
     budget_dollars: float | None = Field(default=None, gt=0)
 
 
-def read_options(*, deadline: str | None = None, **told: Any) -> SubmitOptions:
+def read_options(*, deadline: str | None = None, **options: Any) -> SubmitOptions:
     """What was asked for, with times in words; refuses what cannot be meant."""
     deadline_s = None if deadline is None else read_span_s(deadline)
     if deadline is not None and deadline_s is None:
         raise JobError(f"deadline: {deadline!r} is not a time", hint="say 90min, 36h or 1d 12h")
-    _check_priority(told.get("priority", 0))
+    _check_priority(options.get("priority", 0))
     for key in ("min_devices", "max_devices"):
-        if told.get(key) is not None and told[key] < 1:
-            raise JobError(f"{key}: {told[key]} is not a number of devices", hint="say 1 or more")
-    budget = told.get("budget_dollars")
+        if options.get(key) is not None and options[key] < 1:
+            raise JobError(
+                f"{key}: {options[key]} is not a number of devices", hint="say 1 or more"
+            )
+    budget = options.get("budget_dollars")
     if budget is not None and not budget > 0:
         raise JobError(f"budget: {budget:g} is not above 0")
-    return SubmitOptions(deadline_s=deadline_s, **told)
+    return SubmitOptions(deadline_s=deadline_s, **options)
 
 
 def enqueue(
-    job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None
+    job: Job, options: SubmitOptions | None = None, *, source: Path | None = None
 ) -> RunStore:
     """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
-    asked = asked or SubmitOptions()
-    request = make_request(job, least=asked.min_devices, most=asked.max_devices)
+    options = options or SubmitOptions()
+    request = make_request(job, least=options.min_devices, most=options.max_devices)
     run = lifecycle.submit(job, source=source)
     now = time.time()
-    deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
+    deadline_s = options.deadline_s if options.deadline_s is not None else _deadline_s(job)
     entry = QueueEntry(
         submitted_at=now,
-        priority=asked.priority,
-        team=asked.team,
+        priority=options.priority,
+        team=options.team,
         request=request,
         deadline_at=None if deadline_s is None else now + deadline_s,
-        budget_dollars=asked.budget_dollars or job.goal.budget,
+        budget_dollars=options.budget_dollars or job.goal.budget,
         samples=_count_samples(job),
         most_batch=job.train.adapt_batch.max if job.train.adapt_batch else None,
         signature=job_signature(job),

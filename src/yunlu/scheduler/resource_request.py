@@ -19,7 +19,7 @@ class ResourceRequest(Value):
 
     least: int
     most: int
-    asked: int
+    requested: int
     """What it takes where sizes are fixed."""
     multiple: int = 1
     """Only multiples of this can be used."""
@@ -46,7 +46,7 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
                 f"the job can use one device only: {clash.key}: {clash.why}.",
                 hint=f"remove {clash.key}, or leave out --min-devices and --max-devices",
             )
-        return ResourceRequest(least=1, most=1, asked=1)
+        return ResourceRequest(least=1, most=1, requested=1)
     if least is None and most is None and fixed is not None:
         return _rigid(fixed, multiple)
     low = _round_up(least or multiple, multiple)
@@ -61,12 +61,12 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
     requested = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
         low, requested = 2, max(requested, 2)  # one worker alone has nobody to exchange with
-    return ResourceRequest(least=low, most=high, asked=requested, multiple=multiple)
+    return ResourceRequest(least=low, most=high, requested=requested, multiple=multiple)
 
 
 def _rigid(devices: int, multiple: int) -> ResourceRequest:
     multiple = multiple if devices % multiple == 0 else 1
-    return ResourceRequest(least=devices, most=devices, asked=devices, multiple=multiple)
+    return ResourceRequest(least=devices, most=devices, requested=devices, multiple=multiple)
 
 
 def _fixed_devices(job: Job) -> int | None:

@@ -56,7 +56,7 @@ class RunRegistry:
             starting = [d for d in fresh if _was_starting(read_allocation(d))]
             self.control.find_strays(starting)
         for run in fresh:
-            self._look(run, types)
+            self._update(run, types)
 
     def ordered(self) -> list[ScheduledRun]:
         """In the order in which they are served: by priority, then as they came."""
@@ -114,7 +114,7 @@ class RunRegistry:
             del self.scheduled_runs[scheduled.id]
         return [scheduled.id for scheduled in over]
 
-    def _look(self, run: RunStore, types: Mapping[str, str]) -> None:
+    def _update(self, run: RunStore, types: Mapping[str, str]) -> None:
         self._over.pop(run.id, None)
         before = self.scheduled_runs.get(run.id)
         allocation = before.allocation if before is not None else read_allocation(run)
@@ -124,7 +124,7 @@ class RunRegistry:
             entry = read_entry(run)
             if entry is None:  # withdrawn by hand between two looks
                 return
-            observation = self.control.look(run)
+            observation = self.control.observe(run)
             progress.take()
         except (YunluError, OSError, ValueError) as error:
             self._hold(run, allocation, progress, before, str(error))
@@ -171,7 +171,7 @@ class RunRegistry:
             run=run,
             entry=QueueEntry(
                 submitted_at=self.clock.now(),
-                request=ResourceRequest(least=devices, most=devices, asked=devices),
+                request=ResourceRequest(least=devices, most=devices, requested=devices),
             ),
             allocation=allocation,
             observation=RunObservation(state=RunState.PENDING, is_alive=bool(allocation.shares)),

@@ -157,7 +157,7 @@ def make_demand(
         done=done,
         min_devices=request.least,
         max_devices=most,
-        asked_devices=request.asked,
+        asked_devices=request.requested,
         multiple=request.multiple,
         held=find_held(scheduled, nodes),
         restart_s=max(restart_s(scheduled), _LEAST_RESTART_S),

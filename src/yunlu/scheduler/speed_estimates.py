@@ -48,7 +48,7 @@ class SpeedEstimates:
         """Whether anybody has seen a step of it, or of one alike."""
         return bool(self._own.get(scheduled.id) or self._alike.get(scheduled.entry.signature))
 
-    def tell(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> SpeedModel:
+    def model_for(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> SpeedModel:
         """The model of one run, in a pool with devices of these types."""
         progress = scheduled.progress
         base = progress.base_batch or _GUESSED_BATCH
@@ -62,7 +62,7 @@ class SpeedEstimates:
         )
         # Nobody has seen it: its owner knows best what to begin with.
         request = scheduled.entry.request
-        estimate = self._make_estimator(max(request.asked, request.least), types)
+        estimate = self._make_estimator(max(request.requested, request.least), types)
         model = estimate(seen, self._models.get(scheduled.id))
         self._models[scheduled.id] = model
         return model

@@ -58,12 +58,12 @@ class UsageMonitor:
         self._heard: dict[tuple[str, str], tuple[float, float]] = {}
         """Of each lease: what it said its time was, and when we first heard that, on our clock."""
 
-    def look(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
+    def update(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
         """Measure, if it is time; by run, what was found just now to be more than it holds."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return {}
         self._looked_at = time.monotonic()
-        here = self._meter.look()
+        here = self._meter.sample()
         self.machine = {
             "cpu": here.cpu,
             "memory": here.memory,
@@ -80,7 +80,7 @@ class UsageMonitor:
         for run_id, scheduled in alive.items():
             run = scheduled.run
             if is_elsewhere(run):  # numbers of processes mean nothing on another machine
-                result[run_id] = self._hear(run)
+                result[run_id] = self._read_reported(run)
                 continue
             pids = {pid for session in _sessions_of(run) for pid in sessions.get(session, ())}
             cores, memory_bytes = self._meter.measure(run_id, pids)
@@ -89,7 +89,7 @@ class UsageMonitor:
         self._heard = {key: seen for key, seen in self._heard.items() if key[0] in alive}
         return result
 
-    def _hear(self, run: RunStore) -> Usage:
+    def _read_reported(self, run: RunStore) -> Usage:
         """What its leases say of themselves; each on its own machine, by its own clock."""
         record = read_record(run)
         names = [lease.name for lease in record.wanted] if record is not None else []

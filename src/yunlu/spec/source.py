@@ -213,6 +213,6 @@ def _syntax_words(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML: {problem}{context}"
 
 
-def _refuse(where: str, message: str, place: SourceLocation) -> NoReturn:
-    problem = Problem(key="", message=message, line=place.line, column=place.column)
+def _refuse(where: str, message: str, location: SourceLocation) -> NoReturn:
+    problem = Problem(key="", message=message, line=location.line, column=location.column)
     raise InvalidJobError(where, [problem]) from None

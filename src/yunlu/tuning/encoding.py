@@ -131,16 +131,16 @@ class Encoder:
             self._find_existing(at, units, result)
         return [result[at] for at in range(len(self._axes))]
 
-    def _find_existing(self, at: int, units: Array, found: dict[int, Mask]) -> Mask:
-        if at not in found:
+    def _find_existing(self, at: int, units: Array, masks: dict[int, Mask]) -> Mask:
+        if at not in masks:
             exists = np.ones(len(units), dtype=bool)
-            found[at] = exists  # a circle of conditions ends here
+            masks[at] = exists  # a circle of conditions ends here
             for name, values in self.dimensions[at].when.items():
                 parent = self._index.get(name)
                 if parent is not None:
-                    exists &= self._find_existing(parent, units, found)
+                    exists &= self._find_existing(parent, units, masks)
                     exists &= self._axes[parent].is_one_of(units[:, parent], values)
-        return found[at]
+        return masks[at]
 
 
 def _make_axis(dimension: Dimension) -> _Axis:

@@ -194,7 +194,7 @@ def test_who_stepped_aside_is_told_though_no_step_was_made_with_it(tmp_path: Pat
     talk.choose(0, "all-reduce", DENSE, reason="all workers are on one machine")
     talk.train(1, 8)
     found = read(talk.run)
-    assert [(each.name, each.aside) for each in found.choices] == [
+    assert [(each.name, each.excluded) for each in found.choices] == [
         ("ring", ("node-b",)),
         ("all-reduce", ()),
     ]

@@ -277,7 +277,7 @@ def write_tuned(path: Path) -> RunStore:
         ("padding", "bucket", 0.00095, 2.0, True, False),
         ("compile", "inductor", 0.00093, 1.02, False, False),
     ]
-    keys = ("name", "value", "sample_s", "speedup", "kept", "remembered")
+    keys = ("name", "value", "sample_s", "speedup", "is_adopted", "remembered")
     tried = [dict(zip(keys, trial, strict=True)) for trial in trials]
     writer.emit(sample(PlanMade, **plan_of(steps=450, best_metric="accuracy") | {"trials": tried}))
     writer.emit(MemoryExhausted(step=4, micro_batch=16, message="22.1 GiB were asked for"))
@@ -366,7 +366,7 @@ def test_a_finished_run_is_told_completely(finished: RunStore) -> None:
     assert [row.step for row in report.evaluations if row.best] == [405]
     assert report.plan is not None
     assert report.plan.choices[0].reason == "this CPU has no faster arithmetic"
-    assert [each.kept for each in report.checkpoints] == [False, True]
+    assert [each.is_kept for each in report.checkpoints] == [False, True]
     assert report.exported is not None
     assert report.exported.from_step == 400
     assert "task: tabular-classification" in report.job_yaml
@@ -591,7 +591,14 @@ def test_what_the_engine_went_through_is_told(tmp_path: Path) -> None:
     assert "94 %" in said["precision"]
     assert "The batch of 32 is below the gradient noise scale of about 2." in said["noise_below"]
     assert report.plan is not None
-    assert [trial.kept for trial in report.plan.trials] == [True, False, True, True, True, False]
+    assert [trial.is_adopted for trial in report.plan.trials] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_padding_and_true_tokens_are_counted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from yunlu.scheduler.queue import QueueEntry
 from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.run_status import Phase, find_phase
 
-ENTRY = QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, asked=1))
+ENTRY = QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, requested=1))
 NODES = {"here"}
 
 

@@ -50,13 +50,13 @@ def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
     make_world, make_scheduler, monkeypatch
 ):
     world = make_world({"a": 2, "b": 2}, dawdles=1.0)
-    run, look = world.submit("x", least=2, most=2, asked=2), world.look
+    run, observe = world.submit("x", least=2, most=2, requested=2), world.observe
 
-    def look_at_a_full_cluster(store):
-        observation = look(store)
+    def observe_a_full_cluster(store):
+        observation = observe(store)
         return replace(observation, waits_for="others come first") if world.dawdles else observation
 
-    monkeypatch.setattr(world, "look", look_at_a_full_cluster)
+    monkeypatch.setattr(world, "observe", observe_a_full_cluster)
     scheduler = make_scheduler(world, queue_s=1e-9)
     turn(world, scheduler, 3)
     assert "called off" in decided(scheduler, run)
@@ -86,7 +86,7 @@ def test_devices_are_given_only_when_those_who_had_them_are_gone(make_world, mak
 
 def test_rigid_run_that_does_not_fit_waits_and_is_explained(make_world, make_scheduler):
     world = make_world()
-    run = world.submit("big", least=8, most=8, asked=8)
+    run = world.submit("big", least=8, most=8, requested=8)
     scheduler = make_scheduler(world)
     turn(world, scheduler, 3)
     assert states(run) == ["pending"]
@@ -190,14 +190,14 @@ def test_fault_that_would_come_again_is_not_tried_again(make_world, make_schedul
     world.processes.clear()
     run.emit(ErrorRaised(code="data", message="no such file"))
     run.emit(StateChanged(state="failed"))
-    observation = world.look
+    observation = world.observe
 
-    def look(store):
+    def observe(store):
         from dataclasses import replace
 
         return replace(observation(store), error_code="data")
 
-    world.look = look
+    world.observe = observe
     turn(world, scheduler, 3)
     assert "would fail again: no such file" in read_allocation(run).given_up
     assert world.starts == 1

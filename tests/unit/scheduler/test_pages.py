@@ -27,7 +27,7 @@ def test_page_shows_machines_holders_and_the_queue(make_world, make_scheduler):
     world = make_world(steps=100)
     world.submit("first", most=2)
     change_entry(world.submit("second", most=2), priority=3, team="vision")
-    world.submit("big", least=9, most=9, asked=9)
+    world.submit("big", least=9, most=9, requested=9)
     scheduler = make_scheduler(world, dollars_per_hour=1.25)
     for _ in range(4):
         scheduler.step()

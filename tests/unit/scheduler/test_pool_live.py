@@ -33,7 +33,7 @@ def test_queue_has_a_dozen_elastic_jobs_of_fixed_sizes_for_who_wants_them():
     for arrival in queue:
         job, kind = make_job(arrival), arrival.kind
         request = make_request(job, least=kind.least, most=kind.most)
-        assert (request.least, request.most, request.asked) == (1, 4, kind.asked)
+        assert (request.least, request.most, request.requested) == (1, 4, kind.asked)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(1, 120), (2, 70), (4, 45)])

@@ -53,6 +53,6 @@ def test_run_of_a_new_program_begins_on_no_more_than_its_owner_asked_for(
     make_world, make_scheduler, asked, least, given
 ):
     world = make_world({"here": 8}, steps=200)
-    run = world.submit("a", least=least, most=8, asked=asked)
+    run = world.submit("a", least=least, most=8, requested=asked)
     make_scheduler(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
     assert read_allocation(run).placement.devices == given

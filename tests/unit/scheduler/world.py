@@ -94,7 +94,7 @@ class World:
             for name, count in alive.items()
         )
 
-    def look(self, run: RunStore) -> RunObservation:
+    def observe(self, run: RunStore) -> RunObservation:
         record = new_record(run)
         assert record is not None
         record = replay(run, record)
@@ -185,7 +185,7 @@ class World:
         )
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
-        bounds = {"least": 1, "most": 4, "asked": 1, **request}
+        bounds = {"least": 1, "most": 4, "requested": 1, **request}
         entry = QueueEntry(
             submitted_at=self.wall,
             request=ResourceRequest(**bounds),

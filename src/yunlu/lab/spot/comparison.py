@@ -59,7 +59,7 @@ class PolicySummary:
 
 
 def draw_starts(
-    markets: Sequence[SpotMarket], job: DeadlineJob, *, each: int, random: np.random.Generator
+    markets: Sequence[SpotMarket], job: DeadlineJob, *, per_market: int, random: np.random.Generator
 ) -> list[tuple[SpotMarket, int]]:
     """Random starts in every zone, with room for the whole deadline."""
     starts: list[tuple[SpotMarket, int]] = []
@@ -71,7 +71,7 @@ def draw_starts(
                 f"deadline of {job.deadline_s / HOUR_S:g} h.",
                 hint="give a longer trace or a shorter deadline",
             )
-        starts += [(market, int(random.integers(0, room))) for _ in range(each)]
+        starts += [(market, int(random.integers(0, room))) for _ in range(per_market)]
     return starts
 
 

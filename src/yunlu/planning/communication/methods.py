@@ -53,8 +53,8 @@ class Packing:
 
 
 METHODS: dict[str, ExchangeMethod] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         ExchangeMethod(name="all-reduce", kind="synchronous"),
         ExchangeMethod(name="ring", kind="synchronous"),
         ExchangeMethod(name="tree", kind="synchronous"),
@@ -96,8 +96,8 @@ METHODS: dict[str, ExchangeMethod] = {
 }
 
 PACKINGS: dict[str, Packing] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Packing(name="none", steps_factor=1.0),
         Packing(
             name="fp16",

@@ -154,20 +154,20 @@ def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> Ste
     return forecast.model_copy(update={"begin_s": ASYNCHRONOUS_S / (work.steps or _LONG_STEPS)})
 
 
-def _warmed_up(clock: Clock, work: SharedWork, told: StepForecast) -> StepForecast:
-    setting = told.setting
+def _warmed_up(clock: Clock, work: SharedWork, forecast: StepForecast) -> StepForecast:
+    setting = forecast.setting
     if setting.codec != "onebit" or METHODS[setting.method].kind != "synchronous":
-        return told
+        return forecast
     if clock.figures.codec(BEFORE_ONE_BIT) is None:
-        return told
+        return forecast
     before = _synchronous(clock, work, setting.model_copy(update={"codec": BEFORE_ONE_BIT}))
     steps = work.steps or work.memory_steps * _MANY
     share = min(one_bit_from(steps, memory_steps=work.memory_steps) / steps, 1.0)
 
     def mixed(read: Callable[[StepForecast], float]) -> float:
-        return share * read(before) + (1 - share) * read(told)
+        return share * read(before) + (1 - share) * read(forecast)
 
-    return told.model_copy(
+    return forecast.model_copy(
         update={
             "step_s": mixed(lambda item: item.step_s),
             "exchange_s": mixed(lambda item: item.exchange_s),

@@ -85,8 +85,8 @@ def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> S
     return others[0]
 
 
-def _is_plain(told: StepForecast) -> bool:
-    setting = told.setting
+def _is_plain(forecast: StepForecast) -> bool:
+    setting = forecast.setting
     return setting.codec == "none" and METHODS[setting.method].kind == "synchronous"
 
 

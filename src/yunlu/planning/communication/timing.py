@@ -129,13 +129,13 @@ def elapse(figures: WireFigures, rounds: Sequence[MessageRound]) -> float:
 
 
 def _shared_s(
-    figures: WireFigures, each: MessageRound
+    figures: WireFigures, messages: MessageRound
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """How long all that leaves a message's host in a round, and all that enters its other one, takes."""
-    source, target = figures.host_numbers[each.sources], figures.host_numbers[each.targets]
-    crossing = np.where(source == target, 0.0, each.bytes)
+    source, target = figures.host_numbers[messages.sources], figures.host_numbers[messages.targets]
+    crossing = np.where(source == target, 0.0, messages.bytes)
     upload, download = np.array(figures.send_bytes_per_s), np.array(figures.receive_bytes_per_s)
-    if not each.is_two_way:
+    if not messages.is_two_way:
         # Those two were seen with all connections in use both ways.
         apart = np.where(np.eye(len(upload), dtype=bool), 0.0, np.array(figures.bytes_per_s))
         upload = np.maximum(upload, apart.max(axis=1))
@@ -146,9 +146,9 @@ def _shared_s(
     return np.where(crosses, uploaded[source], 0.0), np.where(crosses, downloaded[target], 0.0)
 
 
-def _extra(each: MessageRound, workers: int) -> NDArray[np.int64]:
-    sends = np.bincount(each.sources, minlength=workers)
-    receives = np.bincount(each.targets, minlength=workers)
+def _extra(messages: MessageRound, workers: int) -> NDArray[np.int64]:
+    sends = np.bincount(messages.sources, minlength=workers)
+    receives = np.bincount(messages.targets, minlength=workers)
     return np.maximum(np.maximum(sends, receives) - 1, 0)
 
 

@@ -31,7 +31,7 @@ class _Matrix(NamedTuple):
     rows: int
     columns: int
     part: Literal["attention", "mlp", "expert"]
-    kept: int
+    copies: int
     """How often the model has it."""
     met: int
     """How many of these one token is multiplied with."""
@@ -64,7 +64,7 @@ def adapter_parameters(shape: ModelShape) -> int:
     """Weights of the adapters: as many rows and columns as each adapted matrix, times the rank."""
     if shape.adapter is None:
         return 0
-    return shape.adapter.rank * sum(item.kept * item.border for item in _adapted(shape))
+    return shape.adapter.rank * sum(item.copies * item.border for item in _adapted(shape))
 
 
 def trainable(shape: ModelShape) -> int:
@@ -81,7 +81,7 @@ def base_bytes(shape: ModelShape) -> float:
     if shape.adapter is None or shape.adapter.base in {"fp32", "bf16"}:
         return _BASE_BYTES[shape.adapter.base] if shape.adapter else _UNQUANTISED_BYTES
     whole = parameters(shape)
-    quantised = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
+    quantised = sum(matrix.size * matrix.copies for matrix in _block_matrices(shape))
     saved = _UNQUANTISED_BYTES - _BASE_BYTES[shape.adapter.base]
     return _UNQUANTISED_BYTES - saved * quantised / whole
 
@@ -247,7 +247,7 @@ def _head(shape: ModelShape) -> int:
 
 def _matrices_kept(shape: ModelShape) -> int:
     """Entries of all matrices that the model keeps; a tied head is the embedding."""
-    blocks = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
+    blocks = sum(matrix.size * matrix.copies for matrix in _block_matrices(shape))
     head = 0 if shape.tied else _head(shape)
     return blocks + _routers(shape) + _mixers(shape) + shape.other_matrices + head
 

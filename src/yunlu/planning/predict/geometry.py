@@ -85,8 +85,8 @@ def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
     return min(guesses, key=lambda guess: _miss(guess, result))
 
 
-def _miss(shape: ModelShape, told: float) -> float:
-    return abs(parameters(shape) - told)
+def _miss(shape: ModelShape, expected: float) -> float:
+    return abs(parameters(shape) - expected)
 
 
 def _from_name(row: Row) -> ModelShape | None:

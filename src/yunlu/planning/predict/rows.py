@@ -290,7 +290,7 @@ def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> di
     peak = device.peak_flops.get(in_products) or _nearest_peak(device, in_products)
     network = device.network_bytes_per_s or 12.5e9
     link = device.link_bytes_per_s or network
-    result = _told_network(row)
+    result = _stated_network(row)
     if result is not None:
         network = result / device.node_devices
     return {
@@ -319,7 +319,7 @@ def _power_share(row: Row) -> float:
     return float(np.sqrt(np.clip((float(match.group(1)) - still) / (usual - still), 0.1, 1.0)))
 
 
-def _told_network(row: Row) -> float | None:
+def _stated_network(row: Row) -> float | None:
     """Bytes/s of a node's network where the row or its source's documentation says it."""
     gigabits = network_of(row.get("notes") or "", row.get("gpu_type") or "")
     gigabits = gigabits or _NODE_GIGABITS.get(row.get("source_id") or "")

@@ -80,11 +80,11 @@ def compare(value: float, best: float, worse: str) -> str:
     return f"{value / best:.1f}x {worse}" if value < 100 * best else f"{value / best:,.0f}x {worse}"
 
 
-def _shares(parts: dict[str, float], show: object, words: dict[str, str]) -> list[str]:
+def _shares(parts: dict[str, float], show: object, labels: dict[str, str]) -> list[str]:
     say = show if callable(show) else str
     whole = sum(parts.values()) or 1.0
     return [
-        f"    {words.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
+        f"    {labels.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
         for name, value in parts.items()
         if value > 0.0005 * whole
     ]

@@ -204,14 +204,14 @@ def run_seconds(work: TrainingWork, points: QueryBatch, step_s: Column) -> Colum
     return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
 
 
-def predict_steps(question: LayoutQuery, found: LayoutSearchResult) -> dict[str, Column]:
+def predict_steps(question: LayoutQuery, result: LayoutSearchResult) -> dict[str, Column]:
     """Seconds of a step by what takes them, of each find."""
-    time = step_time(found.points)
-    factor = np.array([config.time_factor for config in question.configs])[found.config]
+    time = step_time(result.points)
+    factor = np.array([config.time_factor for config in question.configs])[result.config]
     is_timed = np.array(
         [config.measured is not None and config.measured.time for config in question.configs]
     )
-    factor = factor * np.where(is_timed[found.config], 1.0, correct(found.points, time))
+    factor = factor * np.where(is_timed[result.config], 1.0, correct(result.points, time))
     return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
 
 

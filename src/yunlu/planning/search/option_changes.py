@@ -63,7 +63,7 @@ def narrow(
         zero1=_zero1(usual, layout, changes),
     )
     devices = nodes * config.devices
-    rules = _settle(config, devices, rules, changes, option)
+    rules = _find_feasible(config, devices, rules, changes, option)
     other = _priced(prices, price, spot=changes.get("spot", price.spot))
     narrowed = replace(
         question,
@@ -76,7 +76,7 @@ def narrow(
     return narrowed, other._replace(config=0)
 
 
-def _settle(
+def _find_feasible(
     config: HardwareConfig,
     devices: int,
     rules: LayoutRules,

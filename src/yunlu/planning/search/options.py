@@ -178,8 +178,8 @@ class PlanOptions(Value):
     def __len__(self) -> int:
         return len(self.options)
 
-    def __getitem__(self, place: int) -> PlanOption:
-        return self.options[place]
+    def __getitem__(self, index: int) -> PlanOption:
+        return self.options[index]
 
     def replace(self, **changes: Any) -> PlanOption:
         """The best one with something changed."""

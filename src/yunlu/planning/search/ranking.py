@@ -82,7 +82,7 @@ class Candidates:
 class RankedCandidates:
     """The search's finds, their steps by part, and what they cost at every price."""
 
-    found: LayoutSearchResult
+    layouts: LayoutSearchResult
     steps: dict[str, Column]
     candidates: Candidates
 
@@ -96,7 +96,7 @@ def rank_candidates(ask: OptionQuery) -> RankedCandidates:
 
 def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> PlanOptions:
     """The best few; the nearest ones, with the reasons, where none meets the limits."""
-    result, candidates = weighed.found, weighed.candidates
+    result, candidates = weighed.layouts, weighed.candidates
     if not len(result):
         raise refuse_all(ask.question, result)
     scores = _score(candidates, ask.objective)
@@ -123,7 +123,7 @@ def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> 
 
 def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[float, float, str]]:
     """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
-    result, candidates = weighed.found, weighed.candidates
+    result, candidates = weighed.layouts, weighed.candidates
     rows: list[tuple[float, float, str]] = []
     for index in np.flatnonzero(np.isfinite(candidates.dollars)):
         price, find = ask.prices[candidates.price[index]], candidates.find[index]
@@ -134,12 +134,15 @@ def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[f
     return rows
 
 
-def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Column]) -> Candidates:
+def price_all(
+    ask: OptionQuery, layouts: LayoutSearchResult, steps: dict[str, Column]
+) -> Candidates:
     """Time and cost of every find at every price."""
     step_s = np.sum(list(steps.values()), axis=0)
-    run_s = run_seconds(ask.question.work, found.points, step_s)
+    run_s = run_seconds(ask.question.work, layouts.points, step_s)
     by_config: dict[int, Any] = {
-        int(config): np.flatnonzero(found.config == config) for config in np.unique(found.config)
+        int(config): np.flatnonzero(layouts.config == config)
+        for config in np.unique(layouts.config)
     }
     finds = [by_config.get(price.config, np.empty(0, dtype=np.int64)) for price in ask.prices]
     find = np.concatenate(finds)
@@ -155,7 +158,7 @@ def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Colu
             for price in ask.prices
         ]
     )[index]
-    nodes = found.nodes[find]
+    nodes = layouts.nodes[find]
     total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, MOST_LOST))
     return Candidates(find, index, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
 
@@ -174,7 +177,7 @@ def _score(candidates: Candidates, objective: Objective) -> Column:
 
 def _pick(
     ask: OptionQuery,
-    found: LayoutSearchResult,
+    layouts: LayoutSearchResult,
     candidates: Candidates,
     order: Any,
     top: int,
@@ -195,12 +198,12 @@ def _pick(
     configs = ask.question.configs
     for keyed_by_count in (False, True):
         seen = {
-            _kind(configs, found, candidates, pick, with_count=keyed_by_count) for pick in picks
+            _kind(configs, layouts, candidates, pick, with_count=keyed_by_count) for pick in picks
         }
         for item in order.tolist():
             if len(picks) >= top:
                 break
-            kind = _kind(configs, found, candidates, item, with_count=keyed_by_count)
+            kind = _kind(configs, layouts, candidates, item, with_count=keyed_by_count)
             if kind not in seen:
                 seen.add(kind)
                 picks.append(item)
@@ -210,22 +213,22 @@ def _pick(
 
 def _kind(
     configs: Sequence[Any],
-    found: LayoutSearchResult,
+    layouts: LayoutSearchResult,
     candidates: Candidates,
-    place: int,
+    index: int,
     *,
     with_count: bool,
 ) -> tuple[Any, ...]:
-    find = candidates.find[place]
-    config = configs[int(found.config[find])]
-    count = int(found.nodes[find]) * config.devices
+    find = candidates.find[index]
+    config = configs[int(layouts.config[find])]
+    count = int(layouts.nodes[find]) * config.devices
     return (config.device, count) if with_count else (config.device,)
 
 
 def _make_options(
     ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]
 ) -> list[PlanOption]:
-    result, steps, candidates = weighed.found, weighed.steps, weighed.candidates
+    result, steps, candidates = weighed.layouts, weighed.steps, weighed.candidates
     finds = candidates.find[chosen]
     points = result.points.take(finds)
     memory = predict_memory(points, ask.question.work)
@@ -345,8 +348,8 @@ def _recall(
         question, other = narrow(ask.question, ask.prices, price, option, changes)
         changed = replace(ask, question=question, prices=(other,))
         weighed = rank_candidates(changed)
-        if not len(weighed.found):
-            raise refuse_change(question, weighed.found, changes)
+        if not len(weighed.layouts):
+            raise refuse_change(question, weighed.layouts, changes)
         best = int(np.argmin(weighed.candidates.total_s))
         made = _make_options(changed, weighed, [best])[0]
         # What was kept this time may be changed the next.

@@ -266,10 +266,10 @@ def _next_size(claim: DeviceClaim, size: int, left: int, spans: Mapping[int, flo
     return best if spans[size] - spans[best] > claim.resize_s else 0
 
 
-def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[int, int]) -> bool:
+def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], shares: Mapping[int, int]) -> bool:
     """Whether waiting for the next arrival, and sharing again then, is faster."""
     running = [claim for claim in claims if claim.held]
-    if not running or all(found.get(c.number, c.held) == c.held for c in claims):
+    if not running or all(shares.get(c.number, c.held) == c.held for c in claims):
         return False
     wait_s = min(claim.span_s(claim.held) for claim in running)
     left: list[DeviceClaim] = []
@@ -277,7 +277,7 @@ def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[in
         work_s = claim.work_s - wait_s * claim.speed(claim.held)
         if not claim.held or claim.span_s(claim.held) > wait_s:
             left.append(replace(claim, work_s=max(work_s, 0.0)))
-    now_s = max(c.span_s(found.get(c.number, c.held)) for c in claims)
+    now_s = max(c.span_s(shares.get(c.number, c.held)) for c in claims)
     if not left:
         return False
     then = _level(devices - sum(c.held for c in left if c.is_pinned),

@@ -22,11 +22,11 @@ ALIKE = 3
 
 
 def find_values(
-    request: StudyRequest, events: TrialEvents, found: RungScore, *, dollars: float | None
+    request: StudyRequest, events: TrialEvents, score: RungScore, *, dollars: float | None
 ) -> tuple[float, ...]:
     """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
-    figures = found.metrics | {
-        "seconds": found.device_seconds,
+    figures = score.metrics | {
+        "seconds": score.device_seconds,
         "parameters": float(events.parameters),
     }
     figures |= {} if dollars is None else {"cost": dollars}

@@ -154,7 +154,7 @@ class LocalSlots:
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Slots.resize``: live, or by a stop from which it is to be started again."""
         del promise
-        observation, worker_group = self._adapter.look(run), read_worker_group(run)
+        observation, worker_group = self._adapter.observe(run), read_worker_group(run)
         must_restart = restarts_on_resize(run)
         if observation.state is not RunState.RUNNING or not (
             must_restart or observation.is_resizable
@@ -178,7 +178,7 @@ class LocalSlots:
 
     def held(self, run: RunStore) -> int:
         """As ``Slots.held``."""
-        observation = self._adapter.look(run)
+        observation = self._adapter.observe(run)
         if observation.is_alive:
             return max(observation.devices, 1)
         cpu_limits.forget(run.id)
@@ -187,7 +187,7 @@ class LocalSlots:
     def usable(self, run: RunStore) -> int | None:
         """As ``Slots.usable``."""
         if read_leases(run) is not None:
-            return self._adapter.look(run).usable
+            return self._adapter.observe(run).usable
         if run.id not in self._most:
             job = read_job(run)
             self._most[run.id] = min(make_request(job).most, self.devices)
@@ -290,7 +290,7 @@ class PoolSlots:
         if entry is None or entry.wish != "run":
             return False
         most = max(devices // entry.request.multiple * entry.request.multiple, entry.request.least)
-        request = entry.request.model_copy(update={"most": most, "asked": most})
+        request = entry.request.model_copy(update={"most": most, "requested": most})
         priority = self._priority_of(promise)
         if (request, priority) != (entry.request, entry.priority):
             change_entry(run, request=request, priority=priority)

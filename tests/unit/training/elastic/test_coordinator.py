@@ -219,7 +219,7 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
     assert rig.coordinator.stage == "pausing"
     assert (rig.coordinator.membership.active_target, rig.coordinator.membership.target) == (1, 2)
     for number in (0, 1):
-        live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
+        live = HeldState(step=1, generation=1, coordinates=Layout(dp=2).place_of(number))
         rig.handle_message(number, Paused(generation=1, step=1, live=live))
     assert rig.coordinator.history[2] == Layout()
     assert rig.coordinator.membership.workers[0].rank == 0

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 PROGRAM = (sys.executable, "-m", "yunlu.scheduler.service")
 _POLL_S = 0.05
 _UP_S = 180.0
-"""To connect to a cluster takes a while on a busy machine."""
+"""Connecting to a cluster takes a while on a busy machine."""
 _DOWN_S = 30.0
 _TAIL = 12
 
 
 def find_service(home: Path) -> ServiceRecord | None:
-    """The service of this home; none where none is up."""
+    """The service of this home; None if none runs."""
     pool_store = PoolStore(home)
     if not pool_store.lock.exists() or _is_free(pool_store.lock):
         return None
@@ -45,7 +45,7 @@ def find_service(home: Path) -> ServiceRecord | None:
 
 
 def is_queued_again(run: RunStore) -> bool:
-    """Put a run of the pool back into its queue; false where nobody would start it from there."""
+    """Put a run of the pool back into its queue; False if no service would start it from there."""
     if read_entry(run) is None:
         return False
     requeue(run)
@@ -53,7 +53,7 @@ def is_queued_again(run: RunStore) -> bool:
 
 
 def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
-    """Start the service of this home, and wait until it works. Runs that go on are adopted."""
+    """Start the service of this home and wait until it is ready. Active runs are adopted."""
     service = find_service(home)
     if service is not None:
         raise StoreError(
@@ -76,7 +76,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             )
     except OSError as error:
         raise StoreError(f"the pool cannot be brought up in {home}: {error}") from error
-    # Waited for in the background: a program that brings pools up and down collects no zombies.
+    # Waited for in a background thread, so that a long-lived caller collects no zombies.
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             break
         time.sleep(_POLL_S)
     else:
-        child.terminate()  # it may have come up by now, but nobody would know of it
+        child.terminate()  # it may be up by now, but its record is missing
     raise StoreError(_last_words(pool_store, told_before), hint=f"see {pool_store.log}")
 
 
@@ -97,7 +97,7 @@ def _last_words(pool_store: PoolStore, told_before: int) -> str:
 
 
 def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
-    """End the service, and wait until it is gone; its runs go on, unless they are to stop, too."""
+    """Stop the service and wait until it is gone; its runs continue unless they are to be stopped too."""
     service = find_service(home)
     if service is not None:
         _end(service)
@@ -107,7 +107,7 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
                 raise StoreError(f"the pool's service (process {service.pid}) does not end")
             time.sleep(_POLL_S)
     if stop_jobs:
-        # They keep their place in the queue: the next service goes on with them.
+        # They keep their position in the queue: the next service continues them.
         leaving = PendingAction(kind="stop", reason="the pool went down")
         for run in scan(home):
             allocation = read_allocation(run)

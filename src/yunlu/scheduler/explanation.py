@@ -40,11 +40,11 @@ class Explanation(Value):
 
     run: str
     standing: str
-    """Where it stands, in one sentence."""
+    """Current state, in one sentence."""
     holders: dict[str, int]
-    """Who holds devices now."""
+    """Devices that each run holds now."""
     history: tuple[DecisionRecord, ...]
-    """What was decided, oldest first."""
+    """Decisions about the run, oldest first."""
 
     @property
     def last(self) -> DecisionRecord | None:
@@ -53,7 +53,7 @@ class Explanation(Value):
 
 
 def explain(home: Path, run: RunStore) -> Explanation:
-    """Put together what the files say."""
+    """Build the explanation from the stored files."""
     entry = read_entry(run)
     if entry is None:
         raise StoreError(

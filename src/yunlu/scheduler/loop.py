@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 _KEEP_S = 30.0
 _HALF_LIFE_S = 24 * 3600.0
 _UNDER_WAY_S = 60.0
-"""How long a decision may take to be carried out before it is thought over."""
+"""Longest time for a decision to be executed before it is made anew."""
 _UNSEEN = 4.0
-"""How much longer a run may be silent of which only its words are seen."""
+"""Factor on the stall limit of a run whose processes cannot be observed, only its log."""
 
 
 class Scheduler:
-    """One pool."""
+    """Scheduler of one pool."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Scheduler:
         self.speeds = SpeedEstimates(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
-        """The standing one; None while nothing may be changed."""
+        """The current decision; None while nothing may be changed."""
         self.forecast: dict[str, QueueForecast] = {}
         self.decided_ms = 0.0
         self._signature: Any = None
         self._news: Any = None
-        """What is not our own doing: runs that come and go, what is asked of them, machines."""
+        """External changes: runs that come and go, requests of users, nodes."""
         self._fixed: frozenset[str] = frozenset()
-        """Runs that could not be moved when it was decided last."""
+        """Runs that could not be moved at the last decision."""
         self._decided_at = -math.inf
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
-        """Since when a run waits in the queue of its cluster, on the monotonic clock."""
+        """Since when a run waits in its cluster's queue, on the monotonic clock."""
         self._spot_policy = spot_policy.LiveSpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
@@ -97,14 +97,14 @@ class Scheduler:
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:
-        """One turn of the loop. A fault of one run, or of a file, is that run's and that file's."""
+        """One turn of the loop. A failure of one run or file affects only that run or file."""
         self._watch()
         self._decide()
         self._apply()
         self._reclaim()
         self._publish()
 
-    # Watch.
+    # Observe.
 
     def _watch(self) -> None:
         jump_s = self.clock.find_jump_s()
@@ -114,14 +114,14 @@ class Scheduler:
             self.nodes = self._priced(self.control.nodes())
             self._troubles.pop("nodes", None)
         except (YunluError, OSError) as error:
-            # A cluster that does not answer has not lost its machines.
+            # A cluster that does not answer has not lost its nodes.
             self._trouble("nodes", f"the machines cannot be listed: {error}")
         types = {node.name: node.type for node in self.nodes}
         self.registry.refresh(types)
         lost = {
             name for s in self.registry.scheduled_runs.values() for name in s.observation.lost_nodes
         }
-        if lost:  # its cluster will notice, too; until then nothing is put there
+        if lost:  # its cluster will notice too; until then nothing is placed there
             self.nodes = tuple(
                 replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
             )
@@ -142,7 +142,7 @@ class Scheduler:
         )
 
     def _charge(self) -> None:
-        """What was held since the last look is used, and costs."""
+        """Account for the devices held since the last observation."""
         now = self.clock.now()
         span_s, self._charged_at = max(0.0, now - self._charged_at), now
         prices = {n.name: n.dollars_per_hour / 3600 / max(n.devices, 1) for n in self.nodes}
@@ -175,7 +175,7 @@ class Scheduler:
         signature = tuple((s.id, s.phase, s.allocation.shares, s.entry) for s in scheduled_runs)
         news = tuple((s.id, s.entry, s.rests) for s in scheduled_runs), self.nodes
         is_due = self.clock.now() - self._decided_at >= self.settings.round_s
-        if not self.nodes:  # none known: nobody is sent away for that
+        if not self.nodes:  # none known: no run is stopped for that
             self.decision = None
             if is_due:
                 self._decided_at = self.clock.now()
@@ -208,7 +208,7 @@ class Scheduler:
         self._explain(scheduled_runs, self.decision)
 
     def _is_under_way(self, scheduled_runs: list[ScheduledRun]) -> bool:
-        """Whether what was decided last is still being done."""
+        """Whether the last decision is still being executed."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
         return is_under_way(
@@ -221,11 +221,11 @@ class Scheduler:
     def _choose_markets(
         self, state: PoolState, scheduled_runs: list[ScheduledRun]
     ) -> dict[str, Mode]:
-        """Whether each run with a deadline may be on spot now, where there is also on-demand."""
+        """Whether each run with a deadline may use spot now, if the pool has on-demand too."""
         if all(job.deadline_at is None for job in state.jobs):
             return {}
         reserves: tuple[Reserve, ...] = ()
-        with suppress(YunluError, OSError):  # whoever asks for machines tells of it
+        with suppress(YunluError, OSError):  # reported by the autoscaler
             reserves = self._scaler.reserves() if self._scaler is not None else ()
         return self._spot_policy.choose(
             state,
@@ -348,11 +348,11 @@ class Scheduler:
             return False
         usage = self._usage_monitor.usage.get(scheduled.id)
         if scheduled.observation.shares and (usage is None or usage.cores is None):
-            return silent_s > _UNSEEN * patience_s  # whether it computes is not known here
+            return silent_s > _UNSEEN * patience_s  # whether it computes cannot be observed here
         return usage is not None and usage.cores is not None and usage.cores < 0.05
 
     def _find_vain_wait(self, scheduled: ScheduledRun, now: float) -> str | None:
-        """Why a run need not wait any longer in the queue of its cluster; None where it may."""
+        """Why a run should not wait any longer in its cluster's queue; None if it may."""
         if not scheduled.observation.waits_for:
             self._queued_since.pop(scheduled.id, None)
             return None
@@ -366,7 +366,7 @@ class Scheduler:
             return f"its cluster has not started it on {', '.join(names)} for {now - since:.0f} s"
         return None
 
-    # Tell.
+    # Publish.
 
     def _publish(self) -> None:
         self.pool_store.publish(
@@ -386,7 +386,7 @@ class Scheduler:
         )
 
     def _record(self, run_id: str, code: str, text: str, **more: Any) -> None:
-        """A line of the decisions, unless it was the last one about this run."""
+        """Append a decision, unless it equals the last one about this run."""
         gist = (code, more.get("shares"))
         if run_id and self._told.get(run_id) == gist:
             return

@@ -20,9 +20,9 @@ class ResourceRequest(Value):
     least: int
     most: int
     requested: int
-    """What it takes where sizes are fixed."""
+    """Number of devices under policies with fixed sizes."""
     multiple: int = 1
-    """Only multiples of this can be used."""
+    """Only multiples of this are usable."""
 
     @property
     def is_rigid(self) -> bool:
@@ -31,7 +31,7 @@ class ResourceRequest(Value):
 
 
 def make_request(job: Job, *, least: int | None = None, most: int | None = None) -> ResourceRequest:
-    """What the job's file says, unless its owner says more.
+    """Resource request of a job; explicit bounds override the job's own.
 
     A job that names its devices or its whole layout is rigid, unless bounds are given.
     """
@@ -60,7 +60,7 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
         )
     requested = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
-        low, requested = 2, max(requested, 2)  # one worker alone has nobody to exchange with
+        low, requested = 2, max(requested, 2)  # a single worker has no peer to exchange with
     return ResourceRequest(least=low, most=high, requested=requested, multiple=multiple)
 
 
@@ -76,7 +76,7 @@ def _fixed_devices(job: Job) -> int | None:
 
 
 def _cut_ways(job: Job) -> int:
-    """Ways in which the model itself is cut: these workers come and go together."""
+    """Tensor and pipeline parallel degree: these workers join and leave together."""
     product = 1
     for axis, size in job.layout.sizes.items():
         product *= size if axis != "dp" else 1

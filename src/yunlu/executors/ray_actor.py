@@ -22,11 +22,11 @@ from yunlu.executors.ray_watchdog import STOP
 
 _WATCHDOG = (sys.executable, "-m", "yunlu.executors.ray_watchdog")
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
-"""What Ray set for its own workers is not meant for ours."""
+"""Prefixes of variables that Ray sets for its own workers, not for ours."""
 
 
 class LeaseOrder(Value):
-    """What a lease is to do: all that its actor is told."""
+    """Order to a lease actor."""
 
     run: str
     lease: str
@@ -37,7 +37,7 @@ class LeaseOrder(Value):
 
 
 class LeaseActor:
-    """Starts the program of a lease and gives its devices back when it is over."""
+    """Starts the program of a lease and releases its devices when it ends."""
 
     def __init__(self, order: str) -> None:
         requested = LeaseOrder.model_validate_json(order)
@@ -48,11 +48,11 @@ class LeaseActor:
         threading.Thread(target=self._see_through, name="lease", daemon=True).start()
 
     def state(self) -> dict[str, Any]:
-        """How it stands: the node, and what its watchdog said last."""
+        """Last message of the watchdog."""
         return self._last_words
 
     def leave(self) -> None:
-        """Tell the program to leave (SIGTERM)."""
+        """Ask the program to leave (SIGTERM)."""
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.write(f"{STOP}\n".encode())
         self._watchdog.stdin.flush()
@@ -61,7 +61,7 @@ class LeaseActor:
         assert self._watchdog.stdout is not None
         for line in self._watchdog.stdout:
             self._last_words = json.loads(line)
-        # This ends the actor, too: it is all that runs there.
+        # This ends the actor too: nothing else runs there.
         import_module("ray").util.remove_placement_group(self._group)
 
 
@@ -89,5 +89,5 @@ def _start_watchdog(order: LeaseOrder, *, address: str) -> subprocess.Popen[byte
         stdout=subprocess.PIPE,
         env=environment,
     )
-    watchdog.wait()  # it goes on as nobody's child
+    watchdog.wait()  # it continues, reparented
     return watchdog

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
-"""The one word that the actor may say: the lease is to leave."""
+"""The one command of the actor: the lease is to leave."""
 _LEASE = (sys.executable, "-m", "yunlu.executors.lease_runner")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 _LOOK_S = 0.5
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     args = parser.parse_args()
-    # Not a child of the actor: Ray would end it with the actor, before it can do its work.
+    # Not a child of the actor: Ray would kill it with the actor, before it can act.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 class RayWatchdog:
-    """One program and everything that it starts."""
+    """One program and all its descendants."""
 
     def __init__(self, command: list[str], *, raylet: int) -> None:
         self._command = command
@@ -70,7 +70,7 @@ class RayWatchdog:
         self._wake, self._woken = socket.socketpair()
 
     def keep(self, *, log: Path, directory: Path) -> str:
-        """Until nobody is left; why it had to end them, or empty where the program ended itself."""
+        """Run until no process is left; returns why they had to be killed, empty if the program exited itself."""
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         self._listen_to_signals()
         try:
@@ -79,7 +79,7 @@ class RayWatchdog:
             self._report(error=f"the lease could not be started: {error}")
             return str(error)
         reason = ""
-        while self._bury():
+        while self._reap():
             self._wait()
             reason = reason or self._find_reason()
             if reason or self._code is not None:
@@ -100,7 +100,7 @@ class RayWatchdog:
                 cwd=directory,
                 start_new_session=True,
             )
-        child.returncode = 0  # waited for together with those that are adopted
+        child.returncode = 0  # waited for together with adopted processes
         self._program = child.pid
         self._report(pid=child.pid)
 
@@ -122,13 +122,13 @@ class RayWatchdog:
             os.kill(self._program, signal.SIGTERM)
 
     def _find_reason(self) -> str:
-        """Why everything is to be ended now, if it is."""
+        """Why all processes must be killed now; empty if they need not."""
         if not self._raylet.is_alive():
             return RAYLET_GONE
         return "" if self._has_actor else "its actor was ended"
 
-    def _bury(self) -> bool:
-        """Whether anybody is left."""
+    def _reap(self) -> bool:
+        """Reap children; returns whether any process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -140,16 +140,16 @@ class RayWatchdog:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _end_all(self) -> None:
-        """Whoever is started meanwhile becomes our child, and is met in the next round."""
+        """Processes started meanwhile become our children, and are killed in the next round."""
         me = psutil.Process()
-        while self._bury():
+        while self._reap():
             for process in me.children(recursive=True):
                 with suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
 
     def _report(self, **fields: Any) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # no reader any more
             os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
     def _listen_to_signals(self) -> None:
@@ -162,12 +162,12 @@ class RayWatchdog:
 
 
 class _WatchedProcess:
-    """A process that is not our child: its end is noticed at once where the kernel can tell."""
+    """A process that is not our child: its exit is noticed at once through a pidfd."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.files: list[int] = []
-        with suppress(OSError):  # a kernel before 5.3: looked at every half second
+        with suppress(OSError):  # kernel before 5.3: polled every half second
             self.files.append(os.pidfd_open(pid))
 
     def is_alive(self) -> bool:
@@ -177,7 +177,7 @@ class _WatchedProcess:
 
 
 def _emit_lost(run: RunStore, name: str, reason: str) -> None:
-    """Say in the run's own directory what the lease could not: the cluster notices much later."""
+    """Record the loss in the run's directory: the cluster notices much later."""
     record = read_record(run)
     lease = record.find(name) if record else None
     if lease is not None:
@@ -186,7 +186,7 @@ def _emit_lost(run: RunStore, name: str, reason: str) -> None:
 
 
 def _take_note(*_: object) -> None:
-    """The loop has been woken: that is all a signal is for."""
+    """Signal handler that only wakes the loop."""
 
 
 if __name__ == "__main__":

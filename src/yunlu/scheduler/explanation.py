@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FEW = 8
 
 
-class DecisionRecord(Value):
+class LoggedDecision(Value):
     """One decision on the run."""
 
     at: float
@@ -43,11 +43,11 @@ class Explanation(Value):
     """Current state, in one sentence."""
     holders: dict[str, int]
     """Devices that each run holds now."""
-    history: tuple[DecisionRecord, ...]
+    history: tuple[LoggedDecision, ...]
     """Decisions about the run, oldest first."""
 
     @property
-    def last(self) -> DecisionRecord | None:
+    def last(self) -> LoggedDecision | None:
         """The newest decision."""
         return self.history[-1] if self.history else None
 
@@ -119,9 +119,9 @@ def _words(own: dict[str, Any]) -> str:
     return text
 
 
-def _read_decision(line: dict[str, Any]) -> DecisionRecord | None:
+def _read_decision(line: dict[str, Any]) -> LoggedDecision | None:
     try:
-        return DecisionRecord(
+        return LoggedDecision(
             at=float(line["at"]),
             code=str(line["code"]),
             text=str(line["text"]),

@@ -28,7 +28,7 @@ _DESERTED_S = 10.0
 def main() -> int:
     """Answer requests until stdin is closed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray's own output must not be taken for an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray's own output is no answer
     try:
         cluster = Cluster(sys.argv[1])
     except Exception as error:  # noqa: BLE001 (Ray raises all kinds; the executor tells the user)
@@ -182,7 +182,7 @@ def read_cluster() -> dict[str, Any]:
 
 def request_room(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
     """Ask the autoscaler, from inside the cluster."""
-    more = {"bundle_label_selectors": selectors} if selectors else {}  # absent in older versions of Ray
+    more = {"bundle_label_selectors": selectors} if selectors else {}  # absent in older Ray
     import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, **more)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_evaluations(log: RunLog, *, wanted: str) -> tuple[str, tuple[EvaluationRow, ...]]:
-    """The metric to quote, and all evaluations: validation by step, the test split last.
+    """The headline metric and all evaluations: validation by step, the test split last.
 
     The metric is the one ``wanted`` for, else the one that the task names first.
     """
@@ -35,7 +35,7 @@ def read_evaluations(log: RunLog, *, wanted: str) -> tuple[str, tuple[Evaluation
 
 
 def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
-    """The metric on the test split where there is one, else the best on the validation split."""
+    """The metric on the test split, else the best on the validation split."""
     tested = [row for row in rows if row.split == "test"]
     quoted = tested or [row for row in rows if row.best] or list(rows)
     if not quoted:
@@ -45,7 +45,7 @@ def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
 
 
 def detailed(log: RunLog, rows: Sequence[EvaluationRow]) -> Evaluated | None:
-    """The evaluation worth a closer look: the test's, else the best one's, else the last."""
+    """The evaluation to show in detail: of the test split, else the best, else the last."""
     scored = _by_split_and_step(log)
     for row in sorted(
         rows, key=lambda row: (row.split == "test", row.best, row.step), reverse=True

@@ -1,4 +1,4 @@
-"""``yunlu pool spot``: what a job with a deadline would have cost on spot, replayed on a trace."""
+"""``yunlu pool spot``: cost of a job with a deadline on spot, replayed on a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Words = Annotated[str | None, Parameter(show_default=False)]
 
 
 class SpotError(YunluError):
-    """What is asked of a replay on spot cannot be."""
+    """Invalid options of a spot replay."""
 
     code = "spot"
 

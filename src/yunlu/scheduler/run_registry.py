@@ -184,9 +184,7 @@ class RunRegistry:
         try:
             write_allocation(scheduled.run, allocation)
             self._unkept.discard(scheduled.id)
-        except (
-            OSError
-        ) as error:  # kept in memory; the next service rebuilds it from the run
+        except OSError as error:  # kept in memory; the next service rebuilds it from the run
             scheduled.problem = f"its notes cannot be written: {error}"
             self.troubles[scheduled.id] = scheduled.problem
             self._unkept.add(scheduled.id)

@@ -1,4 +1,4 @@
-"""Spaces written for Hyperopt (``hp.uniform``, ``hp.choice``, ...), as a search takes them.
+"""Hyperopt spaces (``hp.uniform``, ``hp.choice``, ...) as dimensions of a search.
 
 Hyperopt itself is not imported: whoever has such a space has it installed, and its expressions are
 plain graphs to walk.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WIDE = 3.0
-"""Deviations that a normal distribution reaches to either side; a search has bounds."""
+"""Standard deviations covered on either side; a search has bounds."""
 
 
 def from_hyperopt(space: Any) -> dict[str, DimensionSpec]:
@@ -41,7 +41,7 @@ def from_hyperopt(space: Any) -> dict[str, DimensionSpec]:
 
 
 def _read(node: Any, name: str, when: dict[str, Any], dimensions: dict[str, DimensionSpec]) -> None:
-    """Note every dimension at or below a node."""
+    """Add every dimension at or below a node."""
     entries = _entries(node)
     if entries is not None:
         for key, part in entries.items():
@@ -173,7 +173,7 @@ def _integers(low: int, high: int | None = None) -> dict[str, Any]:
 
 
 def _in_steps(form: dict[str, Any], q: float) -> dict[str, Any]:
-    """Hyperopt's steps are multiples of q, whatever the bounds."""
+    """Hyperopt's steps are multiples of q, independent of the bounds."""
     is_whole = float(q).is_integer()
     if form.get("log"):
         ends = (max(round(form["low"]), 1), max(round(form["high"]), 1))

@@ -34,8 +34,8 @@ STACKS = (
     "unknown-flash-1-norms",
     "unknown-scores-norms",
 )
-"""Whose software runs a step. The unknown have the shared constants: with the second FlashAttention, with
-the first, without any; with norms as one kernel, and written out."""
+"""Software stacks. The unknown have the shared constants: with FlashAttention 2, with
+FlashAttention 1, without any; with norms as one kernel, and as separate operators."""
 
 
 @dataclass(frozen=True, slots=True)

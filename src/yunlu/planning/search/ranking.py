@@ -38,17 +38,17 @@ MEMORY_PARTS = (
     *("weights", "gradients", "optimizer", "activations", "logits", "buffers", "framework"),
 )
 WAITING_DOLLARS_PER_HOUR = 1.0
-"""What an hour of waiting counts when cost and time are balanced: a machine of one's own is not free."""
+"""Cost of an hour of waiting when cost and time are balanced: own hardware is not free."""
 _LAST = 1e9
 _BETTER = 0.95
-"""What is cheaper or faster by less is not shown for that."""
+"""An option that is cheaper or faster by less is not listed for that."""
 _TOO_MUCH = 100.0
-"""What takes or costs so many times more than the best is not shown for being cheap or fast."""
+"""An option that takes or costs so many times more than the best is not listed for being cheap or fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionQuery:
-    """All that options follow from."""
+    """Everything that options depend on."""
 
     question: LayoutQuery
     prices: tuple[Price, ...]
@@ -56,22 +56,22 @@ class OptionQuery:
     limits: GoalLimits = field(default_factory=GoalLimits)
     counts_tokens: bool
     checkpoint_s: float = 60.0
-    """Between two checkpoints."""
+    """Seconds between two checkpoints."""
     start_here_s: float = START_HERE_S
-    """Until the first step on this machine."""
+    """Start-up on this machine."""
     lr_scaling: Rule = "none"
     base_batch: int = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Every find at every price of its hardware config, as columns."""
+    """Every layout at every price of its hardware config, as columns."""
 
     find: np.ndarray[Any, np.dtype[np.int64]]
     price: np.ndarray[Any, np.dtype[np.int64]]
     total_s: Column
     dollars: Column
-    """NaN where no price is known."""
+    """NaN where the price is unknown."""
     hourly: Column
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidates:
-    """The search's finds, their steps by part, and what they cost at every price."""
+    """Layouts of the search, their step times by component, and costs at every price."""
 
     layouts: LayoutSearchResult
     steps: dict[str, Column]
@@ -88,14 +88,14 @@ class RankedCandidates:
 
 
 def rank_candidates(ask: OptionQuery) -> RankedCandidates:
-    """Search, and price what was found."""
+    """Search, and price the results."""
     result = search(ask.question)
     steps = predict_steps(ask.question, result)
     return RankedCandidates(result, steps, price_all(ask, result, steps))
 
 
 def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> PlanOptions:
-    """The best few; the nearest ones, with the reasons, where none meets the limits."""
+    """The best options; the nearest ones, with the reasons, where none meets the limits."""
     result, candidates = weighed.layouts, weighed.candidates
     if not len(result):
         raise refuse_all(ask.question, result)
@@ -122,7 +122,7 @@ def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> 
 
 
 def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[float, float, str]]:
-    """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
+    """Hours, dollars and hardware of every candidate with a price, for plots."""
     result, candidates = weighed.layouts, weighed.candidates
     rows: list[tuple[float, float, str]] = []
     for index in np.flatnonzero(np.isfinite(candidates.dollars)):
@@ -137,7 +137,7 @@ def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[f
 def price_all(
     ask: OptionQuery, layouts: LayoutSearchResult, steps: dict[str, Column]
 ) -> Candidates:
-    """Time and cost of every find at every price."""
+    """Time and cost of every layout at every price."""
     step_s = np.sum(list(steps.values()), axis=0)
     run_s = run_seconds(ask.question.work, layouts.points, step_s)
     by_config: dict[int, Any] = {
@@ -164,7 +164,7 @@ def price_all(
 
 
 def _score(candidates: Candidates, objective: Objective) -> Column:
-    """The less the better; candidates without a price come last, the quickest first."""
+    """Lower is better; candidates without a price come last, the fastest first."""
     hours, dollars = candidates.total_s / 3600, candidates.dollars
     if objective == "cost":
         scores = dollars + 1e-9 * hours
@@ -352,7 +352,7 @@ def _recall(
             raise refuse_change(question, weighed.layouts, changes)
         best = int(np.argmin(weighed.candidates.total_s))
         made = _make_options(changed, weighed, [best])[0]
-        # What was kept this time may be changed the next.
+        # Values kept this time may be changed the next.
         return made.with_recall(_recall(ask, other._replace(config=price.config), made))
 
     return again

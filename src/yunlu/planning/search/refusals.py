@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def refuse_all(question: LayoutQuery, layouts: LayoutSearchResult) -> PlanError:
-    """No layout of any hardware holds the model, or none can be made at all."""
+    """No layout of any hardware holds the model, or none exists."""
     if layouts.tightest is not None:
         config, devices, excess = layouts.tightest
         columns = question.work.columns
@@ -95,7 +95,7 @@ def _refuse_devices(question: LayoutQuery) -> PlanError:
 
 
 def _describe_excess(excess: float, question: LayoutQuery) -> str:
-    # Rounded up: what is too much is never told as just enough.
+    # Rounded up: an excess is never shown as just enough.
     return (
         f"{math.ceil(excess * 100) / 100:.2f} times its memory, if nine in ten runs are to fit "
         f"into the {question.memory_share:.0%} of it that can be used".replace("%", " %")

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from yunlu.core.files import append_lines, read_last
+from yunlu.core.files import append_lines
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import (
@@ -31,7 +31,7 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document, Log, RunStore
+from yunlu.runs.run_store import Document, Log, RunStore, last_record
 from yunlu.runs.worker_group import FrameDecoder, WorkerGroup, encode_frame, write_worker_group
 
 sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
@@ -72,7 +72,7 @@ class LightWorkerGroup:
         steps = int(self.job.get("steps", 100))
         run.emit(sample(PlanMade, batch=BATCH, micro_batch=BATCH, steps=steps))
         run.emit(StateChanged(state="running"))
-        last = read_last(run.path / Log.LEDGER)
+        last = last_record(run, Log.LEDGER)
         step = last["step"] if last else 0
         while step < steps:
             if self.is_asked:

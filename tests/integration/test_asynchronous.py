@@ -18,7 +18,7 @@ import pytest
 from tests import waiting
 from tests.integration.conftest import Yunlu
 from tests.sample_events import EventT
-from yunlu.core.files import read_last, read_lines
+from yunlu.core.files import read_lines
 from yunlu.jobs import lifecycle
 from yunlu.jobs.resize import resize
 from yunlu.runs.events import (
@@ -32,7 +32,7 @@ from yunlu.runs.events import (
     WorkerLost,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore, last_record
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -309,7 +309,7 @@ def _lives(process: psutil.Process) -> bool:
 def wait_for_step(run: RunStore, step: int) -> None:
     wait_until(
         run,
-        lambda: (read_last(run.path / Log.METRICS) or {"step": 0})["step"] >= step,
+        lambda: (last_record(run, Log.METRICS) or {"step": 0})["step"] >= step,
         f"step {step}",
     )
 

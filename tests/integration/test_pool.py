@@ -205,7 +205,9 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.wait(lambda: state_of(first) is RunState.STOPPED and not processes_of(first))
     pool.wait(lambda: (read_worker_group(second) or Nothing).target == 4)
     pool.wait(lambda: "paused" in explain(pool.home, first).standing)
-    queue.set_priority(first, 2)  # else it might wait: the other makes good use of all devices
+    queue.change_terms(
+        first, priority=2
+    )  # else it might wait: the other makes good use of all devices
     queue.requeue(first)
     pool.wait(lambda: state_of(first) is RunState.RUNNING)
     assert attempts_of(first) == 2

@@ -154,12 +154,6 @@ def change_entry(run: RunStore, **changes: Any) -> QueueEntry:
         raise StoreError(f"{run.id} cannot be changed: {error}") from error
 
 
-def set_priority(run: RunStore, priority: int) -> QueueEntry:
-    """Let a run go before others, or after them."""
-    _check_priority(priority)
-    return change_entry(run, priority=priority)
-
-
 def change_terms(
     run: RunStore,
     *,

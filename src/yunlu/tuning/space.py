@@ -7,7 +7,7 @@ A setting holds scalars. A choice that is a list or a mapping is stored as its J
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from yunlu.spec.search_checks import find_faults, parents_first, wanted_values
 from yunlu.tuning.values import Dimension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from yunlu.spec.job import Job
     from yunlu.spec.search import DimensionSpec, SearchSpec
@@ -76,20 +76,6 @@ def drop_absent(params: Params, dimensions: Sequence[Dimension]) -> Params:
         )
 
     return {name: value for name, value in params.items() if name not in known or exists(name)}
-
-
-def is_allowed(
-    params: Params, constraints: Sequence[str], *, job: Mapping[str, Any] | None = None
-) -> bool:
-    """Whether every constraint holds; constraints on absent fields are ignored.
-
-    Args:
-        params: The setting.
-        constraints: As a job's search has them.
-        job: Values of fields that do not vary.
-    """
-    values = {**(job or {}), **params}
-    return all(read_constraint(text).holds(values) for text in constraints)
 
 
 class SettingCheck:

@@ -14,7 +14,7 @@ from yunlu.scheduler import run_registry as register_module
 from yunlu.scheduler import usage_monitor as gauge_module
 from yunlu.scheduler.allocation_record import MOST_FAILURES, STALLED, read_allocation
 from yunlu.scheduler.pool_store import PoolSettings
-from yunlu.scheduler.queue import change_entry, read_entry, requeue, set_priority
+from yunlu.scheduler.queue import change_entry, change_terms, read_entry, requeue
 from yunlu.scheduler.run_status import Phase
 from yunlu.scheduler.usage_monitor import Usage, find_overuse
 
@@ -105,7 +105,7 @@ def test_higher_priority_is_served_first(make_world, make_scheduler):
     high = world.submit("high", least=4, most=4)
     turn(world, scheduler, 3)
     assert world.process_of(high) is None or world.process_of(low) is None
-    set_priority(high, 5)
+    change_terms(high, priority=5)
     turn(world, scheduler, 6)
     assert world.process_of(high) is not None
     assert states(low)[-1] == "stopped"

@@ -86,7 +86,7 @@ def test_terms_of_a_queued_run_can_be_changed():
 def test_run_outside_of_the_queue_has_no_priority(own_home):
     run = lifecycle.submit(make_job())
     with pytest.raises(StoreError, match="not in the queue"):
-        queue.set_priority(run, 1)
+        queue.change_terms(run, priority=1)
     with pytest.raises(StoreError, match="not in the queue"):
         explain(own_home, run)
     queue.withdraw(run)  # whoever stops any run may say so

@@ -196,11 +196,6 @@ _OF_TRAIT = {
 """Constants that only stacks of a trait have, and what they are elsewhere."""
 
 
-def default_constants() -> Constants:
-    """Those from before any measurement."""
-    return make_constants({}, {})
-
-
 @cache
 def shipped() -> dict[str, Any]:
     """What ``benchmarks/planner.py fit`` wrote: constants, correction, spread of the residuals."""

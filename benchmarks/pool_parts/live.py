@@ -123,7 +123,7 @@ def _read(run: RunStore, arrival: Arrival) -> JobRecord:
     )
 
 
-def _lost_s(groups: list[Event]) -> list[float]:
+def _lost_s(groups: list[WorkerGroupFormed]) -> list[float]:
     return [float(event.lost_s) for event in groups if event.lost_s is not None]
 
 

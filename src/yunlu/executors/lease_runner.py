@@ -176,7 +176,7 @@ class LeaseRunner:
             # An inactive run may only wait for its lead; devices should not wait long for that.
             waited_s = time.monotonic() - began_at
             if waited_s > (_JOIN_S if state.is_active else _REST_S):
-                sys.stderr.write(f"nobody has led the run for {waited_s:.0f} s\n")
+                sys.stderr.write(f"the run has had no lead for {waited_s:.0f} s\n")
                 break
             time.sleep(_LOOK_S)
         return ()

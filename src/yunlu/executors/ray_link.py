@@ -58,7 +58,7 @@ class RayLink:
                 self._hang_up()
                 raise ExecutorError(
                     f"the Ray cluster at {self.address} {error}{text}",
-                    hint="what runs there goes on; ask again in a moment",
+                    hint="what runs there continues; try again in a moment",
                 ) from error
 
     def close(self) -> None:

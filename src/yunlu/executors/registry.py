@@ -63,7 +63,7 @@ def last_reason(run: RunStore) -> str:
     result = sorted(record.leases, key=lambda lease: not lease.is_lead)
     where = f" on {result[0].node}" if result else ""
     reason = result[0].reason if result else ""
-    return f"its lease{where} is gone: {reason or 'nobody knows why'} ({record.address})"
+    return f"its lease{where} is gone: {reason or 'unknown reason'} ({record.address})"
 
 
 def scheme_of(address: str) -> str:

@@ -20,7 +20,7 @@ _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "SIGNALING", "RES
 
 _WAITS = {
     "Resources": "it waits for its devices to become free",
-    "Priority": "others come first",
+    "Priority": "other jobs come first",
     "Dependency": "it waits for the lead of its run",
     "BeginTime": "it is started again in a moment",
     "ReqNodeNotAvail": "its node is not available",
@@ -36,7 +36,7 @@ _WAITS = {
 _ENDED = {
     "COMPLETED": "it ended by itself",
     "CANCELLED": "it was cancelled",
-    "TIMEOUT": "the time it was allowed is over",
+    "TIMEOUT": "its time limit is reached",
     "PREEMPTED": "it was preempted",
     "NODE_FAIL": "its node failed",
     "OUT_OF_MEMORY": "it took more memory than it was allowed",

@@ -115,7 +115,7 @@ def _read_messages() -> Iterator[dict[str, Any]]:
             output = process.stderr.read().strip().splitlines()
             raise ProbeError(
                 f"the machine could not be measured: {output[-1] if output else 'no message'}",
-                hint="yunlu doctor tells what is missing",
+                hint="yunlu doctor shows what is missing",
             )
         finally:
             process.terminate()

@@ -44,7 +44,7 @@ def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
         notes.append(f"the network between nodes of {names} is assumed, not published")
     if floor:
         names = ", ".join(dict.fromkeys(floor))
-        notes.append(f"the spot price of {names} is the least the cloud asks: it may not be had")
+        notes.append(f"the spot price of {names} is the cloud's minimum: it may not be available")
     return notes
 
 

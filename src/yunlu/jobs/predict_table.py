@@ -68,7 +68,7 @@ def predict_file(path: Path) -> tuple[PredictedRow, ...]:
     if not set(names) & set(COLUMNS):
         shown = ", ".join(names)
         raise DataError(
-            f"{path} has none of the columns that a run is told by; its first line is: "
+            f"{path} has none of the columns that describe a run; its first line is: "
             f"{shown if len(shown) < 200 else shown[:200] + ' ...'}",
             hint=_HINT,
         )

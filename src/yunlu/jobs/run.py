@@ -205,7 +205,7 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
         return last_reason(run)
     worker = worker_of(run, record)
     if worker is None or (record.state is RunState.PENDING and not worker.detached):
-        return "whoever submitted the run ended before its worker was started"
+        return "the process that submitted the run ended before its worker was started"
     code = worker.exit_code()
     if code is None:
         return f"the worker (process {worker.pid}) vanished without a word"

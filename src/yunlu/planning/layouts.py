@@ -12,7 +12,7 @@ from yunlu.core.units import show_bytes
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts, restrict
 from yunlu.planning.layout import Layout
 from yunlu.planning.split_constraints import (
-    NOBODY_LOOKED,
+    NOT_EXAMINED,
     SplitConstraints,
     WorkerShare,
     moved_share,
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _SMALLEST = WorkerShare(micro_batch=1, micros=1)
-_NOBODY_ASKED = LayoutSpec()
+_AUTO_LAYOUT = LayoutSpec()
 
 _Key: TypeAlias = "Callable[[Layout], tuple[float, ...]]"
 
@@ -102,7 +102,7 @@ def choose_layout(
     *,
     batch: int,
     room_bytes: float,
-    wanted: LayoutSpec = _NOBODY_ASKED,
+    wanted: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> tuple[Layout, str]:
     """The layout for so many devices, and why; a requested layout stays as it is.
@@ -145,7 +145,7 @@ def replan(
     *,
     batch: int,
     room_bytes: float,
-    pinned: LayoutSpec = _NOBODY_ASKED,
+    pinned: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> Layout:
     """The layout for another number of devices, as similar to this one as possible."""
@@ -162,7 +162,7 @@ def replan_with_reason(
     *,
     batch: int,
     room_bytes: float,
-    pinned: LayoutSpec = _NOBODY_ASKED,
+    pinned: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> tuple[Layout, str]:
     """As ``replan``, with the reason.
@@ -181,7 +181,7 @@ def replan_with_reason(
         changes = (_violated(new, pinned), _changes(layout, new), new.pp, new.tp)
         return (*changes, moved_share(layout, new), *_plainness(new, nodes=nodes))
 
-    options = _options_of(layout) if pinned == _NOBODY_ASKED else pinned
+    options = _options_of(layout) if pinned == _AUTO_LAYOUT else pinned
     result, refused = _search(
         devices, facts, options, batch=batch, room_bytes=room_bytes, key=key, pins={}
     )
@@ -203,7 +203,7 @@ def _refusal(layout: Layout, facts: SplitConstraints, batch: int) -> YunluError 
                 facts.why_not[axis],
                 f"leave {axis} out of the layout, or leave layout: auto",
             )
-            if why == NOBODY_LOOKED:
+            if why == NOT_EXAMINED:
                 hint = f"start a new run with --devices {layout.world}, or {hint}"
             return ModelError(f"The layout {layout} cannot be: no {axis} here, {why}.", hint=hint)
     if layout.replicas > batch:

@@ -22,9 +22,9 @@ _KEPT_WHOLE_UNDER_TP = 5
 
 _RANKS_COMPARED = 64
 """Ranks compared: the first ranks show how the state moves."""
-NOBODY_LOOKED = (
-    "the run was planned for one worker, and nobody looked whether its model can be split so "
-    "(start a new run with --devices N, and it is looked at)"
+NOT_EXAMINED = (
+    "the run was planned for one worker, and whether its model can be split so was not examined "
+    "(start a new run with --devices N, which examines it)"
 )
 
 Axis = Literal["dp", "fsdp", "tp", "pp"]

@@ -18,7 +18,7 @@ from yunlu.planning.layouts import (
     restrict,
 )
 from yunlu.planning.split_constraints import (
-    NOBODY_LOOKED,
+    NOT_EXAMINED,
     SplitConstraints,
     bubble,
     messages,
@@ -77,7 +77,7 @@ def constraints_of(job: Job, profile: Profile) -> SplitConstraints:
         trainable=profile.trainable,
         state_bytes=optimizer_state_bytes(job, profile.trainable),
         activation_bytes_per_sample=profile.activation_bytes_per_sample,
-        why_not={"tp": NOBODY_LOOKED, "pp": NOBODY_LOOKED},
+        why_not={"tp": NOT_EXAMINED, "pp": NOT_EXAMINED},
     )
     return restrict(facts, job)
 
@@ -180,7 +180,7 @@ def _relayout(plan: Plan, job: Job, *, devices: int, nodes: int) -> tuple[Layout
 def _known_facts(plan: Plan, devices: int) -> SplitConstraints:
     if plan.facts is None:
         raise ModelError(
-            "This run was planned for one worker, and nobody looked how its model can be split.",
+            "This run was planned for one worker, and how its model can be split was not examined.",
             hint=f"start a new run with --devices {devices}",
         )
     return plan.facts

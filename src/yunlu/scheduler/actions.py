@@ -108,13 +108,13 @@ class ActionRunner:
         except (YunluError, OSError) as error:
             self.registry.troubles[scheduled.id] = f"it is stalled, and cannot be stopped: {error}"
 
-    def call_off(self, scheduled: ScheduledRun, reason: str) -> None:
+    def requeue_elsewhere(self, scheduled: ScheduledRun, reason: str) -> None:
         """Take a run out of its cluster's queue, to be started elsewhere. Not counted as a failure."""
         try:
             self._intend(scheduled, PendingAction(kind="stop", reason=reason, by=self.name))
             self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
-            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be called off: {error}"
+            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be cancelled: {error}"
 
     def give_up(self, scheduled: ScheduledRun) -> str | None:
         """Mark a run that failed too often as failed, with the reason; returns the message, if any."""

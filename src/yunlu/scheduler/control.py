@@ -58,7 +58,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     if service is not None:
         raise StoreError(
             f"the pool of {home} is up already (process {service.pid})",
-            hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
+            hint="yunlu pool shows it; yunlu pool down ends it, and its runs continue",
         )
     pool_store = PoolStore(home)
     try:
@@ -93,7 +93,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
 def _last_words(pool_store: PoolStore, told_before: int) -> str:
     given = pool_store.log.read_bytes()[told_before:].decode(errors="replace").strip()
     text = "\n".join(given.splitlines()[-_TAIL:])
-    return f"the pool did not come up: {text or 'nobody says why'}"
+    return f"the pool did not come up: {text or 'unknown reason'}"
 
 
 def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:

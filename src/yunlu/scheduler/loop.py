@@ -164,7 +164,7 @@ class Scheduler:
     def _measure(self) -> None:
         alive = {s.id: s for s in self.registry.scheduled_runs.values() if s.observation.is_alive}
         for run_id, text in self._usage_monitor.update(alive, self.nodes).items():
-            self._record(run_id, "lies", text)
+            self._record(run_id, "overuse", text)
             with suppress(OSError):
                 alive[run_id].run.warn(f"the pool: {text}")
 
@@ -309,7 +309,7 @@ class Scheduler:
         for move in plan_moves(scheduled_runs, wanted, self.nodes):
             scheduled = self.registry.scheduled_runs[move.run_id]
             if text := self.actions.do(scheduled, move):
-                self._record(move.run_id, "put off", text)
+                self._record(move.run_id, "postponed", text)
 
     # Reclaim.
 
@@ -321,10 +321,8 @@ class Scheduler:
                 if text := self.actions.give_up(scheduled):
                     self._record(scheduled.id, "given up", text)
             elif (vain := self._find_vain_wait(scheduled, now)) and not scheduled.is_sent_away:
-                self.actions.call_off(scheduled, vain)
-                self._record(
-                    scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}"
-                )
+                self.actions.requeue_elsewhere(scheduled, vain)
+                self._record(scheduled.id, "requeued", f"{vain}: {scheduled.observation.waits_for}")
             elif scheduled.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
             elif budget is not None and scheduled.allocation.spent_dollars >= budget:
@@ -404,5 +402,5 @@ def _plain_reason(scheduled: ScheduledRun, wanted: Any) -> Reason:
     if not scheduled.may_move:
         return Reason(code="kept", text=f"it is {scheduled.phase}: what it holds stays as it is")
     if not wanted:
-        return Reason(code="waits", text="others make more of the devices")
+        return Reason(code="waits", text="other jobs gain more from these devices")
     return Reason(code="given", text=f"it gets {wanted.devices} devices")

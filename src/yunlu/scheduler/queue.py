@@ -133,7 +133,7 @@ def read_entry(run: RunStore) -> QueueEntry | None:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
             f"{run.location(Document.QUEUE_ENTRY)} cannot be read: {first}",
-            hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
+            hint="if another version of Yunlu wrote it, use that one; else submit the job again",
         ) from error
 
 

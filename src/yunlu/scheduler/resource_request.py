@@ -54,7 +54,7 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
     high = high // multiple * multiple
     if low > high:
         raise JobError(
-            f"no number of devices lies between {least or multiple} and {most}"
+            f"no usable number of devices is between {least or multiple} and {most}"
             + (f" and is a multiple of {multiple}" if multiple > 1 else ""),
             hint="lower --min-devices or raise --max-devices",
         )

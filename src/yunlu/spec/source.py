@@ -136,7 +136,7 @@ class _Reader:
                 result[key] = self.read(value_node, here)
             elif not is_merged:
                 first = self.keys[here].line
-                self._report(key_node, here, f"duplicate key; it stands first on line {first}")
+                self._report(key_node, here, f"duplicate key; first defined on line {first}")
         return result
 
     def _pairs(

@@ -331,7 +331,7 @@ class _Forecaster:
         if bound == "space":
             notes.append(f"the space has {trials} setting{'s' * (trials != 1)}, each is tried once")
         if bound == "nothing":
-            notes.append(f"nothing bounds the study: told of {trials} trials")
+            notes.append(f"the study has no limit: forecast for {trials} trials")
         if self.search.budget is not None and not self.price:
             notes.append("no price is known: the budget does not bound it (YUNLU_DOLLARS_PER_HOUR)")
         return tuple(notes)

@@ -212,11 +212,11 @@ class Study:
             self._hold()
             known = self._records.facts()
             if not 0 <= number < len(known) or known[number].state.is_over:
-                raise StudyError(f"{self.name} has no trial {number} that waits to be told of")
+                raise StudyError(f"{self.name} has no trial {number} that waits for its result")
             if point is not None:
                 self._records.add_point(number, point, at=time.time())
             elif state == "done":
-                raise StudyError(f"trial {number} is done, but no value was told")
+                raise StudyError(f"trial {number} is done, but has no value")
             about = {} if error is None else {"error": error}
             self._records.end(number, TrialState(state), **about)
 

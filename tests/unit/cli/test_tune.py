@@ -247,7 +247,7 @@ def test_an_error_is_told_once_and_who_goes_on_is_told_of() -> None:
     running = replace(held, trial=replace(held.trial, state=TrialState.RUNNING))
     watch.show(replace(view, trials=(running, *failed)))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()[before:]]
-    assert lines[0] == f"trial 0 goes on from rung {held.trial.rung}"
+    assert lines[0] == f"trial 0 resumed from rung {held.trial.rung}"
     assert lines[1].startswith("trial 1 failed as trial 2")
     assert lines[2].startswith("trial 2 failed no such file: x.csv")
     free = replace(failed[1], device_seconds=0.0)

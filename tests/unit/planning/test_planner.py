@@ -181,7 +181,7 @@ def test_a_pipeline_gets_small_micro_batches() -> None:
 def test_a_model_nobody_looked_at_is_only_replicated_or_sharded() -> None:
     assert str(make_plan(spread(devices=2), machine(), profile()).layout) == "dp2"
     with pytest.raises(
-        ModelError, match=r"nobody looked .*start a new run with --devices N"
+        ModelError, match=r"not examined .*start a new run with --devices N"
     ) as caught:
         make_plan(spread(layout="tp2"), machine(), profile())
     assert "start a new run with --devices 2" in str(caught.value.hint)

@@ -54,12 +54,16 @@ def test_run_that_its_cluster_does_not_start_is_called_off_without_blame(
 
     def observe_a_full_cluster(store):
         observation = observe(store)
-        return replace(observation, waits_for="others come first") if world.dawdles else observation
+        return (
+            replace(observation, waits_for="other jobs come first")
+            if world.dawdles
+            else observation
+        )
 
     monkeypatch.setattr(world, "observe", observe_a_full_cluster)
     scheduler = make_scheduler(world, queue_s=1e-9)
     turn(world, scheduler, 3)
-    assert "called off" in decided(scheduler, run)
+    assert "requeued" in decided(scheduler, run)
     assert read_allocation(run).pending.kind == "stop"
     world.dawdles = 0.0
     turn(world, scheduler, 30)
@@ -285,7 +289,7 @@ def test_full_disk_starts_nothing_and_loses_nothing(make_world, make_scheduler, 
     assert world.process_of(waiting) is None
     assert world.process_of(running) is not None
     view = scheduler.pool_store.read_view()
-    assert "put off" in decided(scheduler, waiting) or "b" in view["troubles"]
+    assert "postponed" in decided(scheduler, waiting) or "b" in view["troubles"]
     monkeypatch.setattr(register_module, "write_allocation", real)
     turn(world, scheduler, 80)
     assert states(running)[-1] == states(waiting)[-1] == "finished"

@@ -98,7 +98,7 @@ def test_entry_of_another_version_is_refused_with_a_hint():
     (run.path / Document.QUEUE_ENTRY).write_text('{"from": "the future"}')
     with pytest.raises(StoreError, match=r"queue\.json cannot be read") as caught:
         read_entry(run)
-    assert "submit the job anew" in caught.value.hint
+    assert "submit the job again" in caught.value.hint
 
 
 def test_jobs_that_are_equally_fast_have_one_signature():

@@ -123,7 +123,7 @@ def test_without_a_price_the_budget_says_nothing() -> None:
 def test_without_any_limit_an_example_is_told() -> None:
     found = predict(search())
     assert (found.bound, found.trials.value) == ("nothing", EXAMPLE_TRIALS)
-    assert any("nothing bounds" in note for note in found.notes)
+    assert any("has no limit" in note for note in found.notes)
 
 
 def test_a_machine_that_nobody_measured_tells_no_time(

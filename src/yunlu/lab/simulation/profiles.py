@@ -214,7 +214,7 @@ def _load_times(directory: Path, kind: str, suffix: str, facts: ApplicationFacts
         return load_step_times(directory, suffix)
     if kind not in facts.stages:
         raise SimulationError(
-            f"{directory}: it is a pipeline, and nobody says of how many stages on {kind}.",
+            f"{directory}: it is a pipeline, and its number of stages is missing on {kind}.",
             hint="say it in facts.yaml: stages: {TYPE: COUNT}",
         )
     return load_pipeline_times(

@@ -140,7 +140,7 @@ class _Run:
         if self._active and self.now - self._idle_since > self._rules.idle_limit_s:
             job = next(iter(self._active.values())).submission
             raise SimulationError(
-                f"{self._policy.name} gives nobody a device, though {len(self._active)} jobs wait: "
+                f"{self._policy.name} gives no job a device, although {len(self._active)} jobs wait: "
                 f"{job.name} asks for {job.asked_devices} of "
                 f"{sum(node.devices for node in self._nodes.values())}.",
                 hint="give the cluster more devices, or leave out the jobs that never fit",

@@ -146,7 +146,7 @@ class _Replay:
 
     def _begin(self, move: StartTrial) -> None:
         if move.copy_from is not None:
-            raise ValueError("recorded curves do not tell how a copied checkpoint would go on")
+            raise ValueError("recorded curves do not show how a copied checkpoint would continue")
         until = self._check_until(move.until, 0)
         self._trials.append(
             Trial(

@@ -63,16 +63,16 @@ class WireFigures(FiniteFigures):
         count = len(self.host_names)
         tables = self.latency_s, self.bytes_per_s
         if any(len(table) != count or any(len(row) != count for row in table) for table in tables):
-            raise ValueError(f"latency and rate must be told between {count} hosts")
+            raise ValueError(f"latency and rate must be given between {count} hosts")
         if {len(self.send_bytes_per_s), len(self.receive_bytes_per_s)} != {count}:
-            raise ValueError(f"upload and download must be told of {count} hosts")
+            raise ValueError(f"upload and download must be given for {count} hosts")
         rates = *self.send_bytes_per_s, *self.receive_bytes_per_s, *sum(self.bytes_per_s, ())
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
             raise ValueError("rates must be above 0")
         if not all(math.isfinite(span) and span >= 0 for span in sum(self.latency_s, ())):
             raise ValueError("latencies cannot be below 0")
         if self.compute_s and len(self.compute_s) != len(self.hosts):
-            raise ValueError("compute_s must be told of each worker")
+            raise ValueError("compute_s must be given for each worker")
         return self
 
     @property

@@ -163,7 +163,7 @@ def _check_kinds(changes: Mapping[str, Any]) -> None:
 def _choose(name: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise PlanError(
-            f"{name}: {value!r} cannot be had here", hint=f"it may be {join_words(sorted(known))}"
+            f"{name}: {value!r} is not possible here", hint=f"it may be {join_words(sorted(known))}"
         )
     return value
 

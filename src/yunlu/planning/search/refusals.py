@@ -60,7 +60,9 @@ def refuse_change(
 
 def refuse_layout(changes: Mapping[str, Any], *, devices: int) -> PlanError:
     """There is no layout with all of the changes."""
-    together = "change fewer of them at once; each alone is told which values it may have"
+    together = (
+        "change fewer of them at once; the error of a single change lists its possible values"
+    )
     alone = "every replica needs a sample of each step: a larger batch, or fewer nodes, go together"
     return PlanError(
         f"{_name_changes(changes)}: there is no such layout of {devices} devices.",

@@ -66,7 +66,7 @@ class PopulationBasedTraining:
     def choose(self, snapshot: StudySnapshot) -> Action:
         """A new member, a copy, or the next interval of a member."""
         if snapshot.seconds_left is not None and snapshot.seconds_left <= 0:
-            return EndStudy("the time is over")
+            return EndStudy("the time limit is reached")
         founders = [trial for trial in snapshot.trials if trial.copied_from is None]
         if len(founders) < self._size and snapshot.trials_left != 0:
             params = self._sampler.suggest(snapshot)
@@ -86,7 +86,7 @@ class PopulationBasedTraining:
         trial = find_trial(number, snapshot)
         if trial.rung < trial.until or trial.rung >= snapshot.rungs:
             return Judgement(Verdict.GO_ON, until=trial.until)
-        return Judgement(Verdict.HOLD, reason="compared when the others have come as far")
+        return Judgement(Verdict.HOLD, reason="compared when the others have reached this rung")
 
     def _train_on(self, members: list[Trial], level: int) -> Action:
         held = [t for t in members if t.state is TrialState.HELD and t.rung < level]

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anyw
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.faults_parts.crews import (
+from benchmarks.faults_parts.contenders import (
     HANG_TIMEOUT_S,
-    Crew,
+    Contender,
     Torchft,
     Torchrun,
     TorchrunDefault,
@@ -33,13 +33,13 @@ from benchmarks.faults_parts.crews import (
 from benchmarks.faults_parts.figures import FAULTS, NAMES, judge, make_tables
 from benchmarks.faults_parts.trials import NODE_TRIALS, TRIALS, Outcome, run_trial
 from benchmarks.faults_parts.workload import Workload
-from benchmarks.faults_parts.yunlu_crew import Yunlu
+from benchmarks.faults_parts.yunlu_contender import Yunlu
 from benchmarks.netrig import Rig, RigError, why_no_rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CONTENDERS: dict[str, type[Crew]] = {
+CONTENDERS: dict[str, type[Contender]] = {
     "torchrun": Torchrun,
     "torchrun-default": TorchrunDefault,
     "torchft": Torchft,
@@ -133,7 +133,7 @@ def _list_cases(
 
 
 def _measure(
-    fault: str, contender: str, number: int, directory: Path, asked: argparse.Namespace
+    fault: str, name: str, number: int, directory: Path, asked: argparse.Namespace
 ) -> Outcome:
     options: dict[str, float] = {}
     if fault == "many kills":
@@ -141,23 +141,23 @@ def _measure(
         options["every_s"], options["length_s"] = _LENGTHS[length]
     try:
         with Rig(2) if fault in _CABLES else nullcontext() as hosts:
-            crew = CONTENDERS[contender](
-                directory=_place(directory, fault, contender, number),
+            contender = CONTENDERS[name](
+                directory=_place(directory, fault, name, number),
                 workload=Workload(),
                 hosts=hosts,
                 nodes=fault in NODE_TRIALS,
             )
             return run_trial(
-                crew,
+                contender,
                 TRIALS[fault],
                 fault=fault,
-                contender=contender,
+                name=name,
                 round_number=number,
                 **options,
             )
     # Of the machine; the others go on.
     except (OSError, RigError, subprocess.SubprocessError) as error:
-        return Outcome(fault=fault, contender=contender, round=number, failure=str(error))
+        return Outcome(fault=fault, contender=name, round=number, failure=str(error))
 
 
 def _place(directory: Path, fault: str, contender: str, number: int) -> Path:

@@ -134,7 +134,7 @@ def fit_model(markets: list[SpotMarket], memory_h: float) -> tuple[SpotModel, fl
     return model, down_fit + up_fit
 
 
-def foretell(markets: list[SpotMarket], model: SpotModel) -> float:
+def log_likelihood(markets: list[SpotMarket], model: SpotModel) -> float:
     """Log likelihood of each tick given only what came before it, places learnt on the way."""
     total = 0.0
     for market in markets:
@@ -159,14 +159,14 @@ def foretell(markets: list[SpotMarket], model: SpotModel) -> float:
 
 
 def fit_all(markets: list[SpotMarket]) -> tuple[SpotModel, float]:
-    """The lengths of memory and the weight of the prior that foretell best."""
+    """The lengths of memory and the weight of the prior that predict best."""
     best: tuple[SpotModel, float] | None = None
     for memory_h in MEMORIES_H:
         fitted, _ = fit_model(markets, memory_h)
         for weight in PLACE_WEIGHTS:
             for place_h in PLACE_MEMORIES_H:
                 model = replace(fitted, place_weight=weight, place_memory_s=place_h * HOUR_S)
-                fit = foretell(markets, model)
+                fit = log_likelihood(markets, model)
                 if best is None or fit > best[1]:
                     best = (model, fit)
     assert best is not None

@@ -1,9 +1,9 @@
 """Predicted step time beside measured, for the examples on this machine.
 
 ``python benchmarks/local_prediction.py`` probes the machine, then trains each example a few times,
-shortened. A table shows, as ratios of the measured median, what was foretold by arithmetic and the
-probe alone, what was foretold once the other examples had taught their lesson (never the example
-itself), and what was predicted after start-up had timed some passes.
+shortened. A table shows ratios of the measured median to three predictions: the analytic estimate from
+the machine profile alone; the same corrected by runs of the other examples (never of the example
+itself); and the prediction after start-up had timed some passes.
 
 The wall clock is what a user sees; on a machine that others use it measures them, too. So each example
 is run a second time by the processor time of the one computing thread, in start-up and steps alike, and
@@ -133,7 +133,7 @@ def _measure(
         "name": name,
         "clock": clock,
         "measured_s": measured_s,
-        "foretold_s": plan.estimate.raw["step_s"] / busy,
+        "analytic_s": plan.estimate.raw["step_s"] / busy,
         "predicted_s": plan.prediction.step_s,
         "figures": [
             each.model_copy(
@@ -150,7 +150,7 @@ def _measure(
 
 
 def _train(directory: Path, *, clock: str) -> int:
-    """One life of a run, by one clock or the other."""
+    """One attempt of a run, by one clock or the other."""
     if clock == "cpu":
         for module in (loop, profile, timer):
             module.perf_counter = time.thread_time
@@ -161,26 +161,26 @@ def _print(runs: list[dict[str, Any]], screen: Console, *, clock: str) -> None:
     names = list(dict.fromkeys(run["name"] for run in runs))
     table = Table(title=f"Measured step time over predicted, {clock} clock", title_justify="left")
     table.add_column("example")
-    for column in ("measured", "foretold", "with others' runs", "after timing"):
+    for column in ("measured", "analytic", "with others' runs", "after timing"):
         table.add_column(column, justify="right")
-    ratios: dict[str, list[float]] = {"foretold": [], "taught": [], "predicted": []}
+    ratios: dict[str, list[float]] = {"analytic": [], "corrected": [], "predicted": []}
     for name in names:
         mine = [run for run in runs if run["name"] == name]
         others = [figure for run in runs if run["name"] != name for figure in run["figures"]]
         factor = _factor(mine[0]["figures"], others)
         row = {
-            "foretold": median(run["measured_s"] / run["foretold_s"] for run in mine),
+            "analytic": median(run["measured_s"] / run["analytic_s"] for run in mine),
             "predicted": median(run["measured_s"] / run["predicted_s"] for run in mine),
         }
-        row["taught"] = row["foretold"] / factor
+        row["corrected"] = row["analytic"] / factor
         for key, ratio in row.items():
             ratios[key].append(ratio)
-        shown = [f"{row[key]:.2f}" for key in ("foretold", "taught", "predicted")]
+        shown = [f"{row[key]:.2f}" for key in ("analytic", "corrected", "predicted")]
         table.add_row(name, f"{median(r['measured_s'] for r in mine) * 1e3:.2f} ms", *shown)
-    shares = [_near(ratios[key]) for key in ("foretold", "taught", "predicted")]
+    shares = [_near(ratios[key]) for key in ("analytic", "corrected", "predicted")]
     table.add_section()
     table.add_row(f"within {NEAR:.0%}", "", *shares)
-    errors = [_error(ratios[key]) for key in ("foretold", "taught", "predicted")]
+    errors = [_error(ratios[key]) for key in ("analytic", "corrected", "predicted")]
     table.add_row("median error", "", *errors)
     screen.print(table)
 

@@ -73,7 +73,7 @@ def _judge_time(folder: Path) -> list[dict[str, Any]]:
     )
     figures = evaluate(evidence, _say)
     for source, reasons in evidence.reasons.items():
-        console.print(f"not foretold: {sum(reasons.values())} rows of {source}")
+        console.print(f"not predicted: {sum(reasons.values())} rows of {source}")
     return [figure.as_dict() for figure in figures]
 
 

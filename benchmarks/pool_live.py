@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anyw
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pool_parts.foretell import Foretold, foretell, measure
-from benchmarks.pool_parts.live import Lived, live_through
+from benchmarks.pool_parts.live import JobRecord, run_queue
+from benchmarks.pool_parts.predict import QueuePrediction, measure, predict_queue
 from benchmarks.pool_parts.queue import EVERY_S, make_queue
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ _WITHIN = 0.25
 
 
 def main() -> int:
-    """Live through the queue under each policy, foretell both, print the table."""
+    """Live through the queue under each policy, predict both, print the table."""
     asked = _parse()
     screen = Console(stderr=True)
     queue = make_queue(every_s=asked.every, scale=asked.scale)
     directory = (asked.keep or Path(tempfile.mkdtemp(prefix="yunlu-pool-"))).absolute()
-    lived: dict[str, list[Lived]] = {}
+    records: dict[str, list[JobRecord]] = {}
     for policy in asked.policies:
         home = directory / policy
         home.mkdir(parents=True)
         os.environ["YUNLU_HOME"] = str(home)  # noqa: TID251 (each policy has runs of its own)
         with screen.status(f"{policy}: bringing the pool up") as status:
-            lived[policy] = live_through(
+            records[policy] = run_queue(
                 queue,
                 home,
                 policy=policy,
@@ -54,12 +54,12 @@ def main() -> int:
                     f"{policy}: {over} of {all_} jobs submitted so far are over"
                 ),
             )
-        _write(asked.json, lived, {})
-    together = [job for jobs in lived.values() for job in jobs]
+        _write(asked.json, records, {})
+    together = [job for jobs in records.values() for job in jobs]
     measured = measure(together, devices=asked.devices)
     resizes = [span_s for job in together for span_s in job.resize_s]
-    foretold = {
-        policy: foretell(
+    predicted = {
+        policy: predict_queue(
             queue,
             measured,
             policy=policy,
@@ -67,11 +67,11 @@ def main() -> int:
             round_s=asked.round,
             resize_s=median(resizes) if resizes else 1.0,
         )
-        for policy in lived
+        for policy in records
     }
-    _write(asked.json, lived, foretold)
-    Console(width=110).print(_table(lived, foretold))
-    print(_verdict(lived, foretold))  # noqa: T201 (its product)
+    _write(asked.json, records, predicted)
+    Console(width=110).print(_table(records, predicted))
+    print(_verdict(records, predicted))  # noqa: T201 (its product)
     print(f"runs and logs: {directory}")  # noqa: T201
     return 0 if all(job.state == "finished" for job in together) else 1
 
@@ -88,25 +88,25 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def summarise(jobs: Sequence[Lived]) -> dict[str, float]:
+def summarise(jobs: Sequence[JobRecord]) -> dict[str, float]:
     """The figures of one live run."""
     first = min(job.submitted_at for job in jobs)
     return {
         "average_s": mean(job.jct_s for job in jobs),
         "makespan_s": max(job.ended_at for job in jobs) - first,
-        "restarts": sum(job.lives - 1 for job in jobs),
+        "restarts": sum(job.attempts - 1 for job in jobs),
         "resizes": sum(job.resizes for job in jobs),
         "samples_lost": sum(job.samples_lost for job in jobs),
     }
 
 
-def _table(lived: dict[str, list[Lived]], foretold: dict[str, Foretold]) -> Table:
-    table = Table(title=f"{len(next(iter(lived.values())))} jobs")
-    for title in ("policy", "average, s", "foretold", "makespan, s", "foretold", "restarts",
+def _table(records: dict[str, list[JobRecord]], predicted: dict[str, QueuePrediction]) -> Table:
+    table = Table(title=f"{len(next(iter(records.values())))} jobs")
+    for title in ("policy", "average, s", "predicted", "makespan, s", "predicted", "restarts",
                   "resizes", "samples lost"):  # fmt: skip
         table.add_column(title, justify="left" if title == "policy" else "right")
-    for policy, jobs in lived.items():
-        figures, told = summarise(jobs), foretold[policy]
+    for policy, jobs in records.items():
+        figures, told = summarise(jobs), predicted[policy]
         table.add_row(
             policy,
             f"{figures['average_s']:.1f}",
@@ -124,27 +124,29 @@ def _beside(told: float, found: float) -> str:
     return f"{told:.1f} ({told / found - 1:+.0%})"
 
 
-def _verdict(lived: dict[str, list[Lived]], foretold: dict[str, Foretold]) -> str:
+def _verdict(records: dict[str, list[JobRecord]], predicted: dict[str, QueuePrediction]) -> str:
     words: list[str] = []
-    for policy, jobs in lived.items():
-        figures, told = summarise(jobs), foretold[policy]
+    for policy, jobs in records.items():
+        figures, told = summarise(jobs), predicted[policy]
         worst = max(abs(told.average_s / figures["average_s"] - 1),
                     abs(told.makespan_s / figures["makespan_s"] - 1))  # fmt: skip
         is_within = "within" if worst <= _WITHIN else "NOT within"
-        words.append(f"{policy}: foretold {is_within} {_WITHIN:.0%} (worst {worst:.0%})")
+        words.append(f"{policy}: predicted {is_within} {_WITHIN:.0%} (worst {worst:.0%})")
     return "\n".join(words)
 
 
-def _write(path: Path | None, lived: dict[str, list[Lived]], foretold: dict[str, Foretold]) -> None:
+def _write(
+    path: Path | None, records: dict[str, list[JobRecord]], predicted: dict[str, QueuePrediction]
+) -> None:
     if path is None:
         return
     content: dict[str, Any] = {
         policy: {
             "figures": summarise(jobs),
-            "foretold": asdict(foretold[policy]) if policy in foretold else None,
+            "predicted": asdict(predicted[policy]) if policy in predicted else None,
             "jobs": [{**asdict(job), "seen": [s.model_dump() for s in job.seen]} for job in jobs],
         }
-        for policy, jobs in lived.items()
+        for policy, jobs in records.items()
     }
     path.write_text(json.dumps(content, indent=1))
 

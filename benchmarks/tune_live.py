@@ -19,7 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, from anyw
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tune_live_parts.living import Lived, Mode, foresee, live_through, make_job
+from benchmarks.tune_live_parts.study_runs import (
+    Mode,
+    StudyRecord,
+    make_job,
+    predict_study,
+    run_study,
+)
 
 if TYPE_CHECKING:
     from yunlu.tuning.forecast import StudyForecast
@@ -35,15 +41,15 @@ def main() -> int:
     directory = (request.keep or Path(tempfile.mkdtemp(prefix="yunlu-tune-"))).absolute()
     job = make_job(trials=request.trials, steps=request.steps, seed=request.seed)
     with screen.status("planning"):
-        told = foresee(job, devices=request.devices)
-    lived: list[Lived] = []
+        forecasts = predict_study(job, devices=request.devices)
+    records: list[StudyRecord] = []
     for turn in range(request.repeat):
         for mode in request.modes:
             home = directory / f"{mode}-{turn}"
             home.mkdir(parents=True)
             with screen.status(f"{mode}: 0 of {request.trials} trials") as status:
-                lived.append(
-                    live_through(
+                records.append(
+                    run_study(
                         job,
                         home,
                         mode=mode,
@@ -54,18 +60,18 @@ def main() -> int:
                         ),
                     )
                 )
-            _write(request.json, lived, told)
-    Console(width=120).print(_table(lived, told))
-    ratio = compare(lived)
+            _write(request.json, records, forecasts)
+    Console(width=120).print(_table(records, forecasts))
+    ratio = compare(records)
     words = "" if ratio is None else f"static / elastic: {ratio:.2f} (to reach: {GOAL})\n"
     print(f"{words}runs and logs: {directory}")  # noqa: T201 (its product)
-    is_whole = all(each.samples_lost == 0 and each.done for each in lived)
+    is_whole = all(each.samples_lost == 0 and each.done for each in records)
     return 0 if is_whole and (ratio is None or ratio >= GOAL) else 1
 
 
-def compare(lived: list[Lived]) -> float | None:
+def compare(records: list[StudyRecord]) -> float | None:
     """The median makespan of static over that of elastic; None where one is missing."""
-    spans = {mode: [each.makespan_s for each in lived if each.mode == mode] for mode in MODES}
+    spans = {mode: [each.makespan_s for each in records if each.mode == mode] for mode in MODES}
     return median(spans["static"]) / median(spans["elastic"]) if all(spans.values()) else None
 
 
@@ -82,13 +88,13 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _table(lived: list[Lived], told: dict[Mode, StudyForecast]) -> Table:
+def _table(records: list[StudyRecord], forecasts: dict[Mode, StudyForecast]) -> Table:
     table = Table(title="successive halving, live", title_justify="left")
-    for title in ("", "makespan, s", "foretold", "trials", "to the end", "lives", "resizes",
+    for title in ("", "makespan, s", "predicted", "trials", "to the end", "attempts", "resizes",
                   "samples lost", "best loss"):  # fmt: skip
         table.add_column(title, justify="right" if title else "left")
-    for each in lived:
-        seconds = told[each.mode].seconds
+    for each in records:
+        seconds = forecasts[each.mode].seconds
         assert seconds is not None
         table.add_row(
             each.mode,
@@ -96,7 +102,7 @@ def _table(lived: list[Lived], told: dict[Mode, StudyForecast]) -> Table:
             f"{seconds.value:.0f} ({seconds.low:.0f} to {seconds.high:.0f})",
             str(each.trials),
             str(each.done),
-            str(each.lives),
+            str(each.attempts),
             str(each.resizes),
             str(each.samples_lost),
             f"{each.best:.4f}",
@@ -104,11 +110,13 @@ def _table(lived: list[Lived], told: dict[Mode, StudyForecast]) -> Table:
     return table
 
 
-def _write(path: Path | None, lived: list[Lived], told: dict[Mode, StudyForecast]) -> None:
+def _write(
+    path: Path | None, records: list[StudyRecord], forecasts: dict[Mode, StudyForecast]
+) -> None:
     if path is not None:
         content = {
-            "lived": [asdict(each) for each in lived],
-            "foretold": {mode: each.model_dump(mode="json") for mode, each in told.items()},
+            "studies": [asdict(each) for each in records],
+            "predicted": {mode: each.model_dump(mode="json") for mode, each in forecasts.items()},
         }
         path.write_text(json.dumps(content, indent=1))
 

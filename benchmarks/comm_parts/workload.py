@@ -93,7 +93,7 @@ def read_samples(text: bytes, workload: Workload) -> np.ndarray:
 
 
 def entropy(workload: Workload) -> float:
-    """Nats per letter that nobody can foretell: of the next word, spread over its letters and its space.
+    """Nats per letter that nobody can predict: of the next word, spread over its letters and its space.
 
     The table's columns are permutations: in the long run every word comes equally often.
     """

@@ -186,9 +186,9 @@ def _read(
 
 
 def _show_choice(told: dict[str, Any]) -> str:
-    """What was chosen, with what a step was foretold to take."""
+    """What was chosen, with what a step was predicted to take."""
     step_s = (told.get("predicted") or {}).get("step_s")
-    return str(told.get("chosen", "")) + (f" ({step_s:.3f} s foretold)" if step_s else "")
+    return str(told.get("chosen", "")) + (f" ({step_s:.3f} s predicted)" if step_s else "")
 
 
 def _find_error(place: Path) -> str:

@@ -56,13 +56,13 @@ TARGETS = (
            figure="next_step_s", limit=1.0),
     Target(title="node lost → next step, over torchrun's", faults=_LOST,
            figure="next_step_s", limit=1 / 5, over="torchrun"),
-    Target(title="worker back → step of the full crew, over torchft's",
+    Target(title="worker back → step of the full group, over torchft's",
            faults=("worker killed",), figure="joined_s", limit=1 / 3, over="torchft"),
-    Target(title="cable back → step of the full crew, over torchft's", faults=("cable back",),
+    Target(title="cable back → step of the full group, over torchft's", faults=("cable back",),
            figure="joined_s", limit=1 / 3, over="torchft"),
-    Target(title="node started → step of the full crew, over torchft's", faults=_NODE,
+    Target(title="node started → step of the full group, over torchft's", faults=_NODE,
            figure="joined_s", limit=1 / 3, over="torchft"),
-    Target(title="worker joins → step of the full crew, over torchft's",
+    Target(title="worker joins → step of the full group, over torchft's",
            faults=("worker joins",), figure="joined_s", limit=1 / 3, over="torchft"),
     Target(title="worker hung → next step, s", faults=("worker hung",),
            figure="next_step_s", limit=10.0),
@@ -148,7 +148,7 @@ def _fault_table(fault: str, outcomes: Sequence[Outcome]) -> str:
         return ""
     rows = [f"### {fault}: {FAULTS[fault]}", ""]
     rows += [
-        "| | next step, s | full crew again, s | longest pause meanwhile, s | effective time | "
+        "| | next step, s | full group again, s | longest pause meanwhile, s | effective time | "
         + "steps done again | samples lost | seen twice | failed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

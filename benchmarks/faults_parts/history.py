@@ -1,4 +1,4 @@
-"""What the records of a crew say: when it went on, what it did twice, what it left out. Pure."""
+"""What the records of a worker group say: when it went on, what it did twice, what it left out. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from benchmarks.faults_parts.journal import Step
 
 
-def next_step(steps: Iterable[Step], *, after: float, crew: str) -> Step | None:
-    """The first step that a crew other than the one that was hurt completed.
+def next_step(steps: Iterable[Step], *, after: float, group: str) -> Step | None:
+    """The first step that a worker group other than the one that was hurt completed.
 
     The hurt one may still complete what it had all but done: that is no recovery.
     """
-    later = (step for step in steps if step.at > after and step.crew != crew)
+    later = (step for step in steps if step.at > after and step.group != group)
     return min(later, key=lambda step: step.at, default=None)
 
 
-def next_of_size(steps: Iterable[Step], *, after: float, size: int, crew: str) -> Step | None:
-    """The first step of a later crew of at least this size."""
-    return next_step((step for step in steps if step.size >= size), after=after, crew=crew)
+def next_of_size(steps: Iterable[Step], *, after: float, size: int, group: str) -> Step | None:
+    """The first step of a later group of at least this size."""
+    return next_step((step for step in steps if step.size >= size), after=after, group=group)
 
 
 def longest_pause_s(steps: Sequence[Step], *, after: float, until: float) -> float:
@@ -49,14 +49,14 @@ class Account:
 def account(steps: Sequence[Step], samples_of: Callable[[int], Sequence[int]]) -> Account:
     """Follow the weights: a step done again replaces all that was done from it on.
 
-    A crew whose members each write their own share writes a step more than once; within one crew
+    A worker group whose members each write their own share writes a step more than once; within one group
     shares add up.
     """
     history: dict[int, list[Step]] = {}
     redone = 0
     for step in sorted(steps, key=lambda each: each.at):
         before = history.get(step.step, [])
-        if before and before[0].crew != step.crew:
+        if before and before[0].group != step.group:
             for number in [number for number in history if number >= step.step]:
                 redone += 1
                 del history[number]
@@ -71,15 +71,15 @@ def account(steps: Sequence[Step], samples_of: Callable[[int], Sequence[int]]) -
 
 
 def step_times(steps: Sequence[Step]) -> list[float]:
-    """Between steps of the same crew, one after another."""
+    """Between steps of the same group, one after another."""
     found: dict[tuple[str, int], float] = {}
     for step in steps:
-        key = (step.crew, step.step)
+        key = (step.group, step.step)
         found[key] = min(found.get(key, step.at), step.at)
     return [
-        at - found[crew, number - 1]
-        for (crew, number), at in found.items()
-        if (crew, number - 1) in found
+        at - found[group, number - 1]
+        for (group, number), at in found.items()
+        if (group, number - 1) in found
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a crew tells about itself: one JSON line per worker that starts and per completed step."""
+"""What a worker group tells about itself: one JSON line per worker that starts and per completed step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Step:
     step: int
     """Counted from 0."""
     at: float
-    crew: str
+    group: str
     """Changes whenever the set of workers does."""
     size: int
     """Workers that took part."""
@@ -77,9 +77,9 @@ class Pen:
         """A worker is there."""
         self._write({"rank": rank, "pid": os.getpid()})
 
-    def complete(self, step: int, *, crew: str, size: int, samples: list[int]) -> None:
+    def complete(self, step: int, *, group: str, size: int, samples: list[int]) -> None:
         """A step is done, and its update applied."""
-        self._write({"step": step, "crew": crew, "size": size, "samples": samples})
+        self._write({"step": step, "group": group, "size": size, "samples": samples})
 
     def _write(self, record: dict[str, Any]) -> None:
         record["at"] = time.time()

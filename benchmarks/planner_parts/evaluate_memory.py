@@ -1,4 +1,4 @@
-"""Memory, foretold out of fold: errors, intervals, and who would have failed.
+"""Memory, predicted out of fold: errors, intervals, and who would have failed.
 
 The protocols are in ``memory_protocols.py``.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.planner_parts import memory_evidence
-from benchmarks.planner_parts.fit_memory import Fit, fit, foretell
+from benchmarks.planner_parts.fit_memory import Fit, fit, predict_peak
 from benchmarks.planner_parts.memory_protocols import SWEEP, leave_model_out
 from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.intervals import widening
@@ -52,12 +52,12 @@ class Folds:
         return self._fits[key]
 
     def errors(self, source: str, model: str, *others: tuple[str, str]) -> np.ndarray:
-        """Logs of foretold over measured of a model that the fit has not seen, nor the others."""
+        """Logs of predicted over measured of a model that the fit has not seen, nor the others."""
         evidence = self.evidence
         rows = (evidence.source == source) & (evidence.model == model)
         rows &= np.isfinite(evidence.measured_bytes)
         fitted = self.without((source, model), *others)
-        return np.log(foretell(evidence, fitted, rows) / evidence.measured_bytes[rows])
+        return np.log(predict_peak(evidence, fitted, rows) / evidence.measured_bytes[rows])
 
     def models(self, source: str) -> list[str]:
         """Those of the source of which something is known."""
@@ -66,7 +66,7 @@ class Folds:
 
 
 def judge(folds: Folds, source: str) -> Row:
-    """Errors and coverage of a source, each model foretold without itself."""
+    """Errors and coverage of a source, each model predicted without itself."""
     errors: list[np.ndarray] = []
     inside: list[np.ndarray] = []
     models = folds.models(source)
@@ -116,7 +116,7 @@ def sweep_usable_share(folds: Folds, fitted: Fit, *, without: str = "") -> float
 
 
 def _fullness(evidence: MemoryEvidence, fitted: Fit, rows: np.ndarray) -> np.ndarray:
-    """Foretold peaks over the devices' memory; without end where a run is known not to work."""
+    """Predicted peaks over the devices' memory; without end where a run is known not to work."""
     points, constants = evidence.points.take(np.flatnonzero(rows)), fitted.constants
     share = peak_memory(points, constants).total / points.memory_bytes
     return np.where(cannot_run(points, constants), np.inf, share)
@@ -167,7 +167,7 @@ def _elsewhere(folds: Folds, source: str, *held: tuple[str, str]) -> list[np.nda
 
 
 def _quantiles(errors: list[np.ndarray]) -> tuple[float, float]:
-    """Of measured over foretold, in logs; every group counts the same."""
+    """Of measured over predicted, in logs; every group counts the same."""
     if not errors:
         return -0.2, 0.2
     values = -np.concatenate(errors)

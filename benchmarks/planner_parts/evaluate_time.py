@@ -1,4 +1,4 @@
-"""Scores of the foretold throughput, by the frozen protocols."""
+"""Scores of the predicted throughput, by the frozen protocols."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.planner_parts import protocols
 from benchmarks.planner_parts.evidence import COLD_SOURCES
 from benchmarks.planner_parts.fit_experts import SOURCE as ROUTED_SOURCE
 from benchmarks.planner_parts.fit_experts import fit_experts, routed_errors
-from benchmarks.planner_parts.fit_time import Fit, fit, fit_model, foretell
+from benchmarks.planner_parts.fit_time import Fit, fit, fit_model, predict_throughput
 from benchmarks.planner_parts.protocols import SCALE_SOURCES, Fold
 from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.intervals import Spread, make_spread, spread_factors, widening
@@ -49,7 +49,7 @@ class Figure:
 
 
 def fold_errors(evidence: Evidence, folds: Iterable[Fold]) -> list[tuple[Fold, np.ndarray]]:
-    """For each fold: logs of measured over foretold of its test rows. Folds share the processors."""
+    """For each fold: logs of measured over predicted of its test rows. Folds share the processors."""
     wanted = [fold for fold in folds if fold.test.any()]
     if len(wanted) < 2 or WORKERS < 2:
         return [(fold, _errors(evidence, fold)) for fold in wanted]
@@ -58,8 +58,8 @@ def fold_errors(evidence: Evidence, folds: Iterable[Fold]) -> list[tuple[Fold, n
 
 
 def _errors(evidence: Evidence, fold: Fold) -> np.ndarray:
-    foretold = foretell(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
-    return np.log(evidence.measured[fold.test] / foretold)
+    predicted = predict_throughput(evidence, fit_model(evidence, fold.fit, fold.test), fold.test)
+    return np.log(evidence.measured[fold.test] / predicted)
 
 
 def score_folds(evidence: Evidence, folds: Iterable[Fold], protocol: str, source: str) -> Figure:
@@ -126,7 +126,7 @@ def _of_unknown(apart: dict[str, np.ndarray]) -> Iterator[Figure]:
 
 
 def out_of_fold_errors(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
-    """For each timed row: log of measured over foretold, its model unseen; and its fold."""
+    """For each timed row: log of measured over predicted, its model unseen; and its fold."""
     errors, folds = np.full(len(evidence), np.nan), np.full(len(evidence), -1)
     found = fold_errors(evidence, protocols.model_folds(evidence))
     for place, (fold, error) in enumerate(found):
@@ -135,7 +135,7 @@ def out_of_fold_errors(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
 
 
 def routed_model_errors(evidence: Evidence, dense: Fit) -> np.ndarray:
-    """Of models with experts, each unseen: logs of measured over foretold."""
+    """Of models with experts, each unseen: logs of measured over predicted."""
     folds = protocols.leave_routed_model_out(evidence, ROUTED_SOURCE)
     return np.concatenate(
         [
@@ -146,13 +146,13 @@ def routed_model_errors(evidence: Evidence, dense: Fit) -> np.ndarray:
 
 
 def cold_errors(evidence: Evidence) -> dict[str, np.ndarray]:
-    """For each source: logs of measured over foretold, the source unseen."""
+    """For each source: logs of measured over predicted, the source unseen."""
     folds = [fold for source in COLD_SOURCES for fold in protocols.cold_start(evidence, source)]
     return {fold.name.partition(":")[0]: error for fold, error in fold_errors(evidence, folds)}
 
 
 def unknown_errors(evidence: Evidence) -> dict[str, np.ndarray]:
-    """For each stack: logs of measured over foretold, the stack unseen and nothing known of it."""
+    """For each stack: logs of measured over predicted, the stack unseen and nothing known of it."""
     every: dict[str, np.ndarray] = {}
     for fold in protocols.leave_stack_out(evidence):
         points = evidence.points.take(np.flatnonzero(fold.test)).with_columns(

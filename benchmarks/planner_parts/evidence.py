@@ -39,7 +39,7 @@ DEFAULT_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "evidence" / "
 
 @dataclass(frozen=True)
 class Evidence:
-    """Rows that can be foretold; every column has one entry for each."""
+    """Rows that can be predicted; every column has one entry for each."""
 
     rows: list[dict[str, str]]
     points: QueryBatch
@@ -49,7 +49,7 @@ class Evidence:
     measured: np.ndarray
     """Tokens per second and device of the row; NaN where the row failed or has none."""
     reasons: dict[str, dict[str, int]]
-    """For each source: why rows cannot be foretold, and how many."""
+    """For each source: why rows cannot be predicted, and how many."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,7 +71,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of several files that can be foretold, and why the others cannot."""
+    """Rows of several files that can be predicted, and why the others cannot."""
 
     rows: list[dict[str, str]]
     points: QueryBatch

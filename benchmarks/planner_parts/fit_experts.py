@@ -39,7 +39,7 @@ def fit_experts(evidence: Evidence, dense: Fit, rows: np.ndarray) -> Fit:
 
 
 def routed_errors(evidence: Evidence, fitted: Fit, rows: np.ndarray) -> np.ndarray:
-    """Logs of measured over foretold."""
+    """Logs of measured over predicted."""
     points = evidence.points.take(np.flatnonzero(rows))
     pace = points.batch * points.seq / points.devices / step_time(points, fitted.constants).total_s
     return np.log(evidence.measured[rows] / (pace * evidence.cores[rows]))

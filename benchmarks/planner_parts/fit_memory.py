@@ -138,7 +138,9 @@ def fit(evidence: MemoryEvidence, rows: np.ndarray) -> Fit:
     return fitted
 
 
-def foretell(evidence: MemoryEvidence, fitted: Fit, rows: np.ndarray, **options: Any) -> np.ndarray:
+def predict_peak(
+    evidence: MemoryEvidence, fitted: Fit, rows: np.ndarray, **options: Any
+) -> np.ndarray:
     """Bytes of the rows, of the stage that their source reports."""
     points = evidence.points.take(np.flatnonzero(rows))
     return peak_memory(

@@ -181,7 +181,7 @@ def _thin(evidence: Evidence, chosen: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Everything that foretells throughput."""
+    """Everything that predicts throughput."""
 
     fit: Fit
     correction: Correction
@@ -199,7 +199,7 @@ def fit_model(evidence: Evidence, rows: np.ndarray, asked: np.ndarray | None = N
     return TimeModel(fitted, learn(evidence, heard, fitted.constants))
 
 
-def foretell(evidence: Evidence, model: TimeModel, rows: np.ndarray) -> np.ndarray:
+def predict_throughput(evidence: Evidence, model: TimeModel, rows: np.ndarray) -> np.ndarray:
     """Tokens per second and device of the rows' own devices."""
     chosen = np.flatnonzero(rows)
     points = evidence.points.take(chosen)

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from yunlu.planning.predict.query_batch import QueryBatch
 
 SPREAD = 0.35
-"""Of the log error of a foretold speed among the layouts that are worth a try."""
+"""Of the log error of a predicted speed among the layouts that are worth a try."""
 ROOM_SPREAD = 0.12
-"""Of the log error of a foretold peak."""
+"""Of the log error of a predicted peak."""
 
 
 def evaluate(folder: Path = timed_evidence.DEFAULT_FOLDER) -> list[dict[str, Any]]:
     """A row for each group of the sweep, and one for all."""
     evidence = timed_evidence.load(folder)
     folds = Folds(memory_evidence.load(folder))
-    predictions = foretell(evidence, folds)
+    predictions = predict_sweep(evidence, folds)
     ran = np.isfinite(evidence.measured)
     points = evidence.points
     rows: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def evaluate(folder: Path = timed_evidence.DEFAULT_FOLDER) -> list[dict[str, Any
     return [*rows, {"source": SWEEP, "protocol": "layouts LOMO", "rows": len(rows), **every}]
 
 
-def foretell(evidence: Evidence, folds: Folds) -> Predictions:
+def predict_sweep(evidence: Evidence, folds: Folds) -> Predictions:
     """Of the sweep's rows, each by what was learned from the other models."""
     count = len(evidence)
     speed, room, runs = np.ones(count), np.zeros(count), np.zeros(count)

@@ -35,7 +35,7 @@ has gradient_checkpointing on."""
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """Rows that can be foretold; every column has one entry for each."""
+    """Rows that can be predicted; every column has one entry for each."""
 
     rows: list[dict[str, str]]
     points: QueryBatch
@@ -47,7 +47,7 @@ class MemoryEvidence:
     tokens_per_s: np.ndarray
     """Per device; 0 where the row failed."""
     reasons: dict[str, dict[str, int]]
-    """For each source: why rows cannot be foretold, and how many."""
+    """For each source: why rows cannot be predicted, and how many."""
 
     def voice(self, chosen: np.ndarray) -> np.ndarray:
         """How much each chosen row counts."""

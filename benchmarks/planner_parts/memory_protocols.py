@@ -1,9 +1,9 @@
 """How memory and the choice of a layout are judged. Frozen before any tuning.
 
 - **Memory, LOMO**: each model of a source in turn; constants, habits and intervals come from the rows
-  of other models (and sources) that ran. Foretold is what the source reports: of nanotron, the
+  of other models (and sources) that ran. Predicted is what the source reports: of nanotron, the
   first stage's peak (its log is written by rank 0), in GiB.
-- **Screen, LOMO**: all rows of nanotron, ran or failed. Foretold to fail: more memory than the device
+- **Screen, LOMO**: all rows of nanotron, ran or failed. Predicted to fail: more memory than the device
   has, or known not to run. Constants and the threshold come from the other models.
 - **Layouts, LOMO**: groups of one model and number of devices, of the batch of 256 that the sweep is
   about, where some layout ran. Candidates are all rows of the group, those that failed too (they

@@ -1,4 +1,4 @@
-"""How the planner is judged: which rows are fitted and which foretold. Frozen before any tuning.
+"""How the planner is judged: which rows are fitted and which predicted. Frozen before any tuning.
 
 Each protocol yields folds ``(fit, test)``: masks over the evidence, disjoint. Rows of other sources
 are always in ``fit``. No mask looks at what was measured, but for whether anything was.
@@ -33,7 +33,7 @@ class Fold:
 
 
 def leave_model_out(evidence: Evidence, source: str) -> Iterator[Fold]:
-    """LOMO: each model of the source in turn is foretold from everything else."""
+    """LOMO: each model of the source in turn is predicted from everything else."""
     own = evidence.timed & (evidence.source == source)
     for model in sorted(set(evidence.model[own])):
         test = own & (evidence.model == model)
@@ -41,7 +41,7 @@ def leave_model_out(evidence: Evidence, source: str) -> Iterator[Fold]:
 
 
 def half_and_half(evidence: Evidence, source: str) -> Iterator[Fold]:
-    """A random half of the source is foretold from the other half; three seeds."""
+    """A random half of the source is predicted from the other half; three seeds."""
     own = evidence.timed & (evidence.source == source)
     for seed in SEEDS:
         chosen = np.random.default_rng(seed).random(len(evidence)) < 0.5
@@ -49,20 +49,20 @@ def half_and_half(evidence: Evidence, source: str) -> Iterator[Fold]:
 
 
 def cold_start(evidence: Evidence, source: str) -> Iterator[Fold]:
-    """The source is foretold from other sources only."""
+    """The source is predicted from other sources only."""
     own = evidence.timed & (evidence.source == source)
     yield Fold(f"{source}:cold", evidence.timed & ~own, own)
 
 
 def leave_stack_out(evidence: Evidence) -> Iterator[Fold]:
-    """All sources of one stack are foretold from other stacks, as if nothing were known of it."""
+    """All sources of one stack are predicted from other stacks, as if nothing were known of it."""
     for stack in sorted(set(evidence.points.stack[evidence.timed].astype(int))):
         own = evidence.timed & (evidence.points.stack == stack)
         yield Fold(STACKS[stack], evidence.timed & ~own, own)
 
 
 def scale_out(evidence: Evidence, source: str) -> Iterator[Fold]:
-    """Rows of the source beyond 64 devices are foretold from its smaller ones and other sources."""
+    """Rows of the source beyond 64 devices are predicted from its smaller ones and other sources."""
     own = evidence.timed & (evidence.source == source)
     test = own & (evidence.points.devices > SCALE_DEVICES)
     yield Fold(f"{source}:scale", evidence.timed & ~test, test)
@@ -78,7 +78,7 @@ def leave_routed_model_out(evidence: Evidence, source: str) -> Iterator[Fold]:
 
 
 def model_folds(evidence: Evidence, count: int = 5) -> Iterator[Fold]:
-    """For intervals: models of every source dealt into five hands, each foretold from the others."""
+    """For intervals: models of every source dealt into five hands, each predicted from the others."""
     hand = np.full(len(evidence), -1)
     for source in dict.fromkeys(evidence.source):
         own = evidence.timed & (evidence.source == source)

@@ -77,7 +77,7 @@ def read_region(
 def measure(zones: Sequence[SpotMarket], *, each: int, seed: int) -> list[PolicySummary]:
     """All policies in each zone, and ours anywhere in the region."""
     random = np.random.default_rng(seed)
-    starts = draw_starts(zones, JOB, each=each, random=random)
+    starts = draw_starts(zones, JOB, per_market=each, random=random)
     trials = replay_jobs(JOB, starts, with_optimum=True)
     anywhere: list[SpotOutcome] = replay_jobs_in_any_zone(
         JOB, zones, [start for _, start in starts]

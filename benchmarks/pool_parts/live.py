@@ -29,7 +29,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lived:
+class JobRecord:
     """What became of one job."""
 
     name: str
@@ -39,7 +39,7 @@ class Lived:
     """When it first got devices."""
     ended_at: float
     state: str
-    lives: int
+    attempts: int
     resizes: int
     trained_s: float
     """In its steps."""
@@ -56,7 +56,7 @@ class Lived:
         return self.ended_at - self.submitted_at
 
 
-def live_through(
+def run_queue(
     queue: Sequence[Arrival],
     home: Path,
     *,
@@ -64,7 +64,7 @@ def live_through(
     devices: int,
     round_s: float,
     watch: Callable[[int, int], None],
-) -> list[Lived]:
+) -> list[JobRecord]:
     """Bring a pool up, submit the queue as it comes, and wait for all of it."""
     settings = PoolSettings(
         executor=f"local://?devices={devices}", policy=policy, round_s=round_s, look_s=0.5
@@ -96,35 +96,35 @@ def _count_over(runs: dict[str, RunStore]) -> int:
     return sum(lifecycle.read_record(run).state in over for run in runs.values())
 
 
-def _read(run: RunStore, arrival: Arrival) -> Lived:
+def _read(run: RunStore, arrival: Arrival) -> JobRecord:
     events = [event for event, _ in run.read_events()]
-    crews = [event for event in events if isinstance(event, WorkerGroupFormed)]
-    lives = [event for event in events if isinstance(event, AttemptStarted)]
+    groups = [event for event in events if isinstance(event, WorkerGroupFormed)]
+    attempts = [event for event in events if isinstance(event, AttemptStarted)]
     entry, notes = read_entry(run), read_allocation(run)
     assert entry is not None
     times_s = [
         sum(float(record.get(key) or 0.0) for key in ("data_s", "compute_s", "communication_s"))
         for record, _ in run.read_metrics()
     ]
-    return Lived(
+    return JobRecord(
         name=arrival.name,
         kind=arrival.kind.name,
         submitted_at=entry.submitted_at,
-        started_at=lives[0].at if lives else entry.submitted_at,
+        started_at=attempts[0].at if attempts else entry.submitted_at,
         ended_at=events[-1].at,
         state=lifecycle.read_record(run).state.value,
-        lives=len(lives),
-        resizes=max(len(crews) - len(lives), 0),
+        attempts=len(attempts),
+        resizes=max(len(groups) - len(attempts), 0),
         trained_s=sum(times_s),
         samples_lost=_count_lost(run, events, arrival.kind.steps),
-        sizes=tuple((event.at, len(event.ranks)) for event in crews),
+        sizes=tuple((event.at, len(event.ranks)) for event in groups),
         seen=notes.seen,
-        resize_s=tuple(_lost_s(crews)),
+        resize_s=tuple(_lost_s(groups)),
     )
 
 
-def _lost_s(crews: list[Event]) -> list[float]:
-    return [float(event.lost_s) for event in crews if event.lost_s is not None]
+def _lost_s(groups: list[WorkerGroupFormed]) -> list[float]:
+    return [float(event.lost_s) for event in groups if event.lost_s is not None]
 
 
 def _count_lost(run: RunStore, events: list[Event], steps: int) -> int:

@@ -92,7 +92,7 @@ def compare(duels: Sequence[Duel]) -> list[Figure]:
             name=f"{duel.workload}: average, ours / Sia",
             value=duel.ours.average_s / duel.sia.average_s,
             unit="",
-            compared=_tell(duel),
+            compared=_describe(duel),
         )
         for duel in duels
     ]
@@ -118,7 +118,7 @@ def compare(duels: Sequence[Duel]) -> list[Figure]:
     ]
 
 
-def _tell(duel: Duel) -> str:
+def _describe(duel: Duel) -> str:
     ours, sia = duel.ours, duel.sia
     words = (
         f"{ours.average_s / 3600:.3f} / {sia.average_s / 3600:.3f} h, "

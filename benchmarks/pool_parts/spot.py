@@ -79,7 +79,7 @@ def draw_rows(folder: Path, *, each: int = 10, seed: int = 0) -> list[list[tuple
     """The starts of every row, drawn one after the other."""
     zones = read_zones(folder)
     random = np.random.default_rng(seed)
-    return [draw_starts(zones, make_job(row), each=each, random=random) for row in ROWS]
+    return [draw_starts(zones, make_job(row), per_market=each, random=random) for row in ROWS]
 
 
 def measure_row(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import (
-    Place,
+from tests.contracts.executor_setups import (
+    ExecutorSetup,
     await_,
     await_step,
     await_workers,
@@ -38,9 +38,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @contextmanager
-def local_place(directory: Path) -> Generator[Place]:
+def local_setup(directory: Path) -> Generator[ExecutorSetup]:
     executor = open_executor("local://?devices=4&node=here")
-    yield Place(
+    yield ExecutorSetup(
         executor=executor,
         small=Placement((("here", 2),)),
         large=Placement((("here", 3),)),
@@ -50,13 +50,13 @@ def local_place(directory: Path) -> Generator[Place]:
 
 
 @contextmanager
-def slurm_place(directory: Path) -> Generator[Place]:
+def slurm_setup(directory: Path) -> Generator[ExecutorSetup]:
     if (reason := why_no_slurm()) is not None:
         pytest.skip(reason)
     with SlurmRig(directory) as rig, pytest.MonkeyPatch.context() as patch:
         for name, value in rig.environment.items():
             patch.setenv(name, value)
-        yield Place(
+        yield ExecutorSetup(
             executor=open_executor("slurm://main"),
             small=Placement((("n1", 2),)),
             large=Placement((("n1", 2), ("n2", 1))),
@@ -66,16 +66,16 @@ def slurm_place(directory: Path) -> Generator[Place]:
 
 
 @contextmanager
-def ray_place(directory: Path) -> Generator[Place]:
-    module = importlib.import_module("tests.contracts.places_ray")
-    with module.open_ray_place(directory) as place:
-        yield place
+def ray_setup(directory: Path) -> Generator[ExecutorSetup]:
+    module = importlib.import_module("tests.contracts.executor_setups_ray")
+    with module.open_ray_setup(directory) as setup:
+        yield setup
 
 
-PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
-    "local": local_place,
-    "slurm": slurm_place,
-    "ray": ray_place,
+SETUPS: dict[str, Callable[[Path], AbstractContextManager[ExecutorSetup]]] = {
+    "local": local_setup,
+    "slurm": slurm_setup,
+    "ray": ray_setup,
 }
 
 
@@ -83,48 +83,48 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     scope="module",
     params=["local", "slurm", pytest.param("ray", marks=pytest.mark.long)],
 )
-def place(
+def setup(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Place]:
-    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
+) -> Iterator[ExecutorSetup]:
+    with SETUPS[request.param](tmp_path_factory.mktemp(request.param)) as made:
         yield made
 
 
 @pytest.fixture
-def run(place: Place, tmp_path: Path) -> Iterator[RunStore]:
+def run(setup: ExecutorSetup, tmp_path: Path) -> Iterator[RunStore]:
     """A pending run; nothing of it outlives the test."""
     made = submit(tmp_path)
     try:
         yield made
     finally:
         if (made.path / Document.LEASES).exists():
-            place.executor.stop(made, now=True)
+            setup.executor.stop(made, now=True)
         kill_processes(made)
 
 
 def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
-    place: Place, run: RunStore
+    setup: ExecutorSetup, run: RunStore
 ) -> None:
-    executor = place.executor
-    lifecycle.start(run, on=executor, placement=place.small)
+    executor = setup.executor
+    lifecycle.start(run, on=executor, placement=setup.small)
     with pytest.raises(StoreError, match="was started before"):
-        lifecycle.start(run, on=executor, placement=place.small)
+        lifecycle.start(run, on=executor, placement=setup.small)
     await_step(run, 5)
-    assert executor.status(run).held == place.small
+    assert executor.status(run).held == setup.small
 
     if executor.capabilities().resizes_live:
-        assert lifecycle.change_placement(run, place.large).how == "live"
-        await_workers(run, place.large.devices)
+        assert lifecycle.change_placement(run, setup.large).how == "live"
+        await_workers(run, setup.large.devices)
         status = executor.status(run)
         assert status.is_alive
-        assert status.workers == place.large.devices
-        assert sorted(status.held.shares) == sorted(place.large.shares)
-        node, devices = place.small.shares[0]
+        assert status.workers == setup.large.devices
+        assert sorted(status.held.shares) == sorted(setup.large.shares)
+        node, devices = setup.small.shares[0]
         less = executor.resize(run, Placement(((node, devices - 1),))).how
         assert less == ("live" if executor.capabilities().moves_lead else "restart")
-        assert lifecycle.change_placement(run, place.small).how == "live"
-        await_workers(run, place.small.devices)
-        await_(run, lambda: executor.status(run).held == place.small, "the lease is given back")
+        assert lifecycle.change_placement(run, setup.small).how == "live"
+        await_workers(run, setup.small.devices)
+        await_(run, lambda: executor.status(run).held == setup.small, "the lease is given back")
 
     record = lifecycle.stop(run)
     assert record.state == "stopped"
@@ -135,7 +135,7 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
     before = step(run)
     lifecycle.resume(run)  # where it was, with what it had
     await_step(run, before + 5)
-    assert executor.status(run).held == place.small
+    assert executor.status(run).held == setup.small
     assert lifecycle.stop(run, now=True).state == "stopped"
     await_(run, lambda: not executor.status(run).is_alive, "no lease is left")
     assert executor.logs(run)[0] == WORKER_LOG
@@ -172,22 +172,22 @@ lifecycle.start(open_run(Path(path)), on=open_executor(address), placement=place
 """
 
 
-def start_and_be_killed(place: Place, run: RunStore, moment: str) -> None:
-    words = [str(run.path), place.executor.address, repr(place.small.shares), place.starter, moment]
+def start_and_be_killed(setup: ExecutorSetup, run: RunStore, moment: str) -> None:
+    words = [str(run.path), setup.executor.address, repr(setup.small.shares), setup.starter, moment]
     done = subprocess.run([sys.executable, "-c", _STARTER, *words], check=False, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL
 
 
 def test_a_run_outlives_who_started_it_and_when_it_is_killed_too_it_is_lost_with_the_reason(
-    place: Place, run: RunStore
+    setup: ExecutorSetup, run: RunStore
 ) -> None:
-    start_and_be_killed(place, run, "after")
+    start_and_be_killed(setup, run, "after")
     await_(run, lambda: state(run) != "pending", "it has begun")
     executor = executor_of(run)
     assert executor is not None
-    assert executor.status(run).held == place.small
+    assert executor.status(run).held == setup.small
     await_step(run, 3)
-    place.kill(run)
+    setup.kill(run)
     await_(run, lambda: lifecycle.read_record(run).state == "lost", "it is found to be lost")
     assert lifecycle.read_record(run).error
     (lease,) = executor.status(run).leases
@@ -196,38 +196,38 @@ def test_a_run_outlives_who_started_it_and_when_it_is_killed_too_it_is_lost_with
 
 
 @pytest.mark.long
-def test_a_run_comes_to_its_end(place: Place, tmp_path: Path) -> None:
+def test_a_run_comes_to_its_end(setup: ExecutorSetup, tmp_path: Path) -> None:
     run = submit(tmp_path, steps=30)
     try:
-        lifecycle.start(run, on=place.executor, placement=place.large)
+        lifecycle.start(run, on=setup.executor, placement=setup.large)
         await_(run, lambda: lifecycle.read_record(run).state == "finished", "its end")
-        await_(run, lambda: not place.executor.status(run).is_alive, "no lease is left")
+        await_(run, lambda: not setup.executor.status(run).is_alive, "no lease is left")
         check_samples(run)
         assert (run.path / Area.MODEL / "model.safetensors").exists()
     finally:
-        place.executor.stop(run, now=True)
+        setup.executor.stop(run, now=True)
         kill_processes(run)
 
 
 def test_who_is_killed_before_starting_a_run_leaves_nothing_behind(
-    place: Place, run: RunStore
+    setup: ExecutorSetup, run: RunStore
 ) -> None:
-    start_and_be_killed(place, run, "before")
+    start_and_be_killed(setup, run, "before")
     assert lifecycle.read_record(run).state in {"pending", "lost"}
-    (lease,) = place.executor.status(run).leases
+    (lease,) = setup.executor.status(run).leases
     assert (lease.state, lease.reason) == (LeaseState.GONE, "it was never started")
     assert not processes_of(run)
 
 
-def test_what_cannot_be_is_refused_with_a_reason(place: Place, tmp_path: Path) -> None:
-    executor = place.executor
+def test_what_cannot_be_is_refused_with_a_reason(setup: ExecutorSetup, tmp_path: Path) -> None:
+    executor = setup.executor
     for stranger in (open_run(tmp_path / "nowhere"), submit(tmp_path)):
         with pytest.raises(StoreError, match=str(stranger.path)):
             executor.status(stranger)
         with pytest.raises(StoreError, match=str(stranger.path)):
             executor.stop(stranger)
         with pytest.raises(StoreError, match=str(stranger.path)):
-            executor.resize(stranger, place.small)
+            executor.resize(stranger, setup.small)
     for placement in (NOTHING, Placement((("no-such-node", 1),))):
         pending = submit(tmp_path)
         with pytest.raises(ExecutorError, match=r"no-such-node|no devices|nothing"):
@@ -235,9 +235,9 @@ def test_what_cannot_be_is_refused_with_a_reason(place: Place, tmp_path: Path) -
         assert lifecycle.read_record(pending).state == "failed"
 
 
-def test_its_nodes_have_what_is_asked_of_them(place: Place) -> None:
-    executor = place.executor
+def test_its_nodes_have_what_is_asked_of_them(setup: ExecutorSetup) -> None:
+    executor = setup.executor
     assert executor.capabilities().scales == isinstance(executor, NodeScaling)
     nodes = {node.name: node.devices for node in executor.nodes()}
-    for name, devices in place.large.shares:
+    for name, devices in setup.large.shares:
         assert nodes[name] >= devices

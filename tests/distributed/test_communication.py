@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from tests.distributed.parity import NoScore, make_plan
 from tests.distributed.ranks import run_ranks, run_world
+from tests.even_links import make_even
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.measurements import WireFigures, make_even
+from yunlu.planning.communication.measurements import WireFigures
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import CommunicationChosen
 from yunlu.spec.job import Job

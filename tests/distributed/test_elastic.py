@@ -1,4 +1,4 @@
-"""A crew of real processes under real faults: nothing lost, nothing twice, nobody left behind."""
+"""A worker group of real processes under real faults: nothing lost, nothing twice, nobody left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
 pytestmark = pytest.mark.distributed
 
 
-class Voyage:
+class ElasticRun:
     """One run of the toy under a supervisor of its own."""
 
     def __init__(self, path: Path) -> None:
@@ -50,13 +50,13 @@ class Voyage:
                 start_new_session=True,
             )
 
-    def crew(self) -> WorkerGroup:
+    def worker_group(self) -> WorkerGroup:
         found = read_worker_group(self.run)
         assert found is not None
         return found
 
     def pid_of(self, rank: int) -> int:
-        return next(member.pid for member in self.crew().workers if member.rank == rank)
+        return next(member.pid for member in self.worker_group().workers if member.rank == rank)
 
     def events(self, kind: type[EventT]) -> list[EventT]:
         return [event for event, _ in self.run.read_events() if isinstance(event, kind)]
@@ -64,14 +64,14 @@ class Voyage:
     def states(self) -> list[str]:
         return [event.state for event in self.events(StateChanged)]
 
-    def is_resting(self) -> bool:
+    def has_ended(self) -> bool:
         return self.states()[-1:] in (["finished"], ["stopped"], ["failed"])
 
     def wait(self, condition: Callable[[], bool]) -> None:
         def check() -> None:
-            assert not self.is_resting() or condition(), self.tell()
+            assert not self.has_ended() or condition(), self.describe()
 
-        wait_until(condition, "what the test waits for", meanwhile=check, explain=self.tell)
+        wait_until(condition, "what the test waits for", meanwhile=check, explain=self.describe)
 
     def wait_generation(self, number: int) -> WorkerGroupFormed:
         self.wait(lambda: len(self.events(WorkerGroupFormed)) >= number)
@@ -79,12 +79,12 @@ class Voyage:
 
     def finish(self) -> None:
         (self.run.path / ENOUGH).touch()
-        self.rest()
+        self.wait_for_end()
 
-    def rest(self) -> None:
-        self.wait(self.is_resting)
+    def wait_for_end(self) -> None:
+        self.wait(self.has_ended)
         # The supervisor itself leaves a moment after its last word.
-        wait_until(lambda: not self.processes(), "everyone to leave", explain=self.tell)
+        wait_until(lambda: not self.processes(), "everyone to leave", explain=self.describe)
 
     def check_samples(self) -> None:
         result = json.loads((self.run.path / "result.json").read_text())
@@ -93,19 +93,19 @@ class Voyage:
         assert result["counts"][:done] == [1] * done
         assert not any(result["counts"][done:])
 
-    def next_crew(self, what: str) -> WorkerGroupFormed:
+    def next_generation(self, what: str) -> WorkerGroupFormed:
         """The generation after a fault; how long it took is told, not judged."""
         self.generations += 1
-        crew = self.wait_generation(self.generations)
-        self.times.append(f"{what}: {crew.lost_s} s to the next step ({crew.layout})")
-        return crew
+        group = self.wait_generation(self.generations)
+        self.times.append(f"{what}: {group.lost_s} s to the next step ({group.layout})")
+        return group
 
-    def whole_crew(self, what: str) -> WorkerGroupFormed:
+    def next_full_generation(self, what: str) -> WorkerGroupFormed:
         """The same, once two work again: a spare that still loads is not waited for."""
-        crew = self.next_crew(what)
-        while crew.layout == "single":
-            crew = self.next_crew("the spare is there")
-        return crew
+        group = self.next_generation(what)
+        while group.layout == "single":
+            group = self.next_generation("the spare is there")
+        return group
 
     def processes(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -118,7 +118,7 @@ class Voyage:
                 continue
         return found
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         logs = (
             sorted((self.run.path / Area.LOGS).glob("*.log"))
             if (self.run.path / Area.LOGS).exists()
@@ -140,8 +140,8 @@ class Voyage:
 
 
 @pytest.fixture
-def voyage(tmp_path: Path) -> Iterator[Voyage]:
-    found = Voyage(tmp_path / "toy")
+def elastic(tmp_path: Path) -> Iterator[ElasticRun]:
+    found = ElasticRun(tmp_path / "toy")
     try:
         yield found
     finally:
@@ -149,128 +149,128 @@ def voyage(tmp_path: Path) -> Iterator[Voyage]:
         sys.stdout.write("\n".join([*found.times, ""]))
 
 
-def test_no_fault_costs_a_sample_or_a_step(voyage: Voyage) -> None:
-    voyage.start(devices=2)
-    voyage.wait_generation(1)
+def test_no_fault_costs_a_sample_or_a_step(elastic: ElasticRun) -> None:
+    elastic.start(devices=2)
+    elastic.wait_generation(1)
     for rank in (0, 1):
-        os.kill(voyage.pid_of(rank), signal.SIGKILL)
-        assert voyage.whole_crew(f"SIGKILL of rank {rank}").layout == "dp2"
-    os.kill(voyage.pid_of(1), signal.SIGSTOP)
-    assert voyage.whole_crew("SIGSTOP").layout == "dp2"
+        os.kill(elastic.pid_of(rank), signal.SIGKILL)
+        assert elastic.next_full_generation(f"SIGKILL of rank {rank}").layout == "dp2"
+    os.kill(elastic.pid_of(1), signal.SIGSTOP)
+    assert elastic.next_full_generation("SIGSTOP").layout == "dp2"
     for devices in (4, 3):
-        answer = send_request(voyage.crew(), {"kind": "resize", "devices": devices})
+        answer = send_request(elastic.worker_group(), {"kind": "resize", "devices": devices})
         assert answer["is_accepted"], answer
-        assert voyage.next_crew(f"resize to {devices}").layout == f"dp{devices}"
-    os.kill(voyage.pid_of(1), signal.SIGTERM)
-    assert voyage.next_crew("SIGTERM").layout == "dp2"
-    told = [fault.cause for fault in voyage.events(WorkerLost)]
+        assert elastic.next_generation(f"resize to {devices}").layout == f"dp{devices}"
+    os.kill(elastic.pid_of(1), signal.SIGTERM)
+    assert elastic.next_generation("SIGTERM").layout == "dp2"
+    told = [fault.cause for fault in elastic.events(WorkerLost)]
     assert told == ["killed", "killed", "hung", "left"]
-    assert not any(crew.redone_steps for crew in voyage.events(WorkerGroupFormed))
-    voyage.finish()
-    voyage.check_samples()
-    assert voyage.states()[-1] == "finished"
+    assert not any(group.redone_steps for group in elastic.events(WorkerGroupFormed))
+    elastic.finish()
+    elastic.check_samples()
+    assert elastic.states()[-1] == "finished"
 
 
-def test_a_leader_killed_at_the_very_end_is_replaced_too(voyage: Voyage) -> None:
+def test_a_leader_killed_at_the_very_end_is_replaced_too(elastic: ElasticRun) -> None:
     """The others are done when it dies exporting; another one does it."""
-    voyage.start(devices=2, steps=3, linger=True)
-    voyage.wait((voyage.run.path / "result.json").exists)
-    (voyage.run.path / "result.json").unlink()
-    os.kill(voyage.pid_of(0), signal.SIGKILL)
-    voyage.rest()
-    voyage.check_samples()
-    assert voyage.states()[-1] == "finished"
-    assert [fault.cause for fault in voyage.events(WorkerLost)] == ["killed"]
+    elastic.start(devices=2, steps=3, linger=True)
+    elastic.wait((elastic.run.path / "result.json").exists)
+    (elastic.run.path / "result.json").unlink()
+    os.kill(elastic.pid_of(0), signal.SIGKILL)
+    elastic.wait_for_end()
+    elastic.check_samples()
+    assert elastic.states()[-1] == "finished"
+    assert [fault.cause for fault in elastic.events(WorkerLost)] == ["killed"]
 
 
-def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(voyage: Voyage) -> None:
-    voyage.start(devices=2, spares=0)
-    voyage.wait_generation(1)
-    os.kill(voyage.pid_of(0), signal.SIGKILL)
-    assert voyage.next_crew("SIGKILL without a spare").layout == "single"
-    assert voyage.next_crew("replacement").layout == "dp2"
-    voyage.finish()
-    voyage.check_samples()
+def test_without_a_spare_the_rest_go_on_until_the_replacement_is_there(elastic: ElasticRun) -> None:
+    elastic.start(devices=2, spares=0)
+    elastic.wait_generation(1)
+    os.kill(elastic.pid_of(0), signal.SIGKILL)
+    assert elastic.next_generation("SIGKILL without a spare").layout == "single"
+    assert elastic.next_generation("replacement").layout == "dp2"
+    elastic.finish()
+    elastic.check_samples()
 
 
-def test_shards_are_passed_on_before_their_holder_leaves(voyage: Voyage) -> None:
-    voyage.start(devices=3, axis="fsdp")
-    voyage.wait_generation(1)
-    os.kill(voyage.pid_of(1), signal.SIGTERM)
-    assert voyage.next_crew("SIGTERM under fsdp").layout == "fsdp2"
+def test_shards_are_passed_on_before_their_holder_leaves(elastic: ElasticRun) -> None:
+    elastic.start(devices=3, axis="fsdp")
+    elastic.wait_generation(1)
+    os.kill(elastic.pid_of(1), signal.SIGTERM)
+    assert elastic.next_generation("SIGTERM under fsdp").layout == "fsdp2"
     for devices in (4, 1, 2):
-        send_request(voyage.crew(), {"kind": "resize", "devices": devices})
-        crew = voyage.next_crew(f"fsdp to {devices}")
-        assert crew.layout == (f"fsdp{devices}" if devices > 1 else "single")
-    assert [crew.redone_steps for crew in voyage.events(WorkerGroupFormed)] == [0] * 5
+        send_request(elastic.worker_group(), {"kind": "resize", "devices": devices})
+        group = elastic.next_generation(f"fsdp to {devices}")
+        assert group.layout == (f"fsdp{devices}" if devices > 1 else "single")
+    assert [group.redone_steps for group in elastic.events(WorkerGroupFormed)] == [0] * 5
     # With a shard lost and no copy of it, everything starts again from what is on disk: nothing.
-    os.kill(voyage.pid_of(1), signal.SIGKILL)
-    crew = voyage.next_crew("SIGKILL under fsdp, no copies")
-    assert crew.from_step == 0
-    assert crew.redone_steps > 0
-    voyage.finish()
-    voyage.check_samples()
+    os.kill(elastic.pid_of(1), signal.SIGKILL)
+    group = elastic.next_generation("SIGKILL under fsdp, no copies")
+    assert group.from_step == 0
+    assert group.redone_steps > 0
+    elastic.finish()
+    elastic.check_samples()
 
 
-def test_training_goes_on_without_its_supervisor(voyage: Voyage) -> None:
-    voyage.start(devices=2)
-    voyage.wait_generation(1)
-    before = voyage.crew()
-    assert voyage.process is not None
-    voyage.process.kill()
-    voyage.process.wait()
-    voyage.wait(lambda: _is_heard(voyage.crew()))
-    after = voyage.crew()
+def test_training_goes_on_without_its_supervisor(elastic: ElasticRun) -> None:
+    elastic.start(devices=2)
+    elastic.wait_generation(1)
+    before = elastic.worker_group()
+    assert elastic.process is not None
+    elastic.process.kill()
+    elastic.process.wait()
+    elastic.wait(lambda: _accepts_requests(elastic.worker_group()))
+    after = elastic.worker_group()
     assert after.pid != before.pid
     assert after.token == before.token
     workers = {member.pid: member.rank for member in before.workers if member.rank is not None}
     assert {m.pid: m.rank for m in after.workers if m.rank is not None} == workers
     assert after.generation == before.generation == 1
-    recorded = json.loads((voyage.run.path / "worker.json").read_text())
+    recorded = json.loads((elastic.run.path / "worker.json").read_text())
     assert recorded["pid"] == after.pid
     # The new one can do all that the old one could.
-    os.kill(voyage.pid_of(1), signal.SIGKILL)
-    assert voyage.next_crew("SIGKILL under the second supervisor").generation == 2
-    voyage.finish()
-    voyage.check_samples()
+    os.kill(elastic.pid_of(1), signal.SIGKILL)
+    assert elastic.next_generation("SIGKILL under the second supervisor").generation == 2
+    elastic.finish()
+    elastic.check_samples()
 
 
-def _is_heard(crew: WorkerGroup) -> bool:
+def _accepts_requests(group: WorkerGroup) -> bool:
     try:
-        return send_request(crew, {"kind": "resize", "devices": 2})["is_accepted"]
+        return send_request(group, {"kind": "resize", "devices": 2})["is_accepted"]
     except StoreError:
         return False
 
 
-def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(voyage: Voyage) -> None:
-    voyage.start(devices=2)
-    voyage.wait_generation(1)
-    assert (voyage.run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
-    stranger = voyage.crew().model_copy(update={"token": "guessed"})
+def test_a_stopped_run_saves_and_ends_and_strangers_are_not_heard(elastic: ElasticRun) -> None:
+    elastic.start(devices=2)
+    elastic.wait_generation(1)
+    assert (elastic.run.path / Document.WORKER_GROUP).stat().st_mode & 0o777 == 0o600
+    stranger = elastic.worker_group().model_copy(update={"token": "guessed"})
     with pytest.raises(StoreError, match="another token"):
         send_request(stranger, {"kind": "resize", "devices": 1})
-    assert voyage.process is not None
-    voyage.process.send_signal(signal.SIGTERM)
-    voyage.rest()
-    assert len(voyage.events(WorkerGroupFormed)) == 1
-    assert voyage.states()[-2:] == ["stopping", "stopped"]
-    voyage.check_samples()
+    assert elastic.process is not None
+    elastic.process.send_signal(signal.SIGTERM)
+    elastic.wait_for_end()
+    assert len(elastic.events(WorkerGroupFormed)) == 1
+    assert elastic.states()[-2:] == ["stopping", "stopped"]
+    elastic.check_samples()
 
 
 @pytest.mark.parametrize(
     ("where", "words"),
     [("step", "rank 1 cannot go on"), ("plan", "no layout fits")],
 )
-def test_the_first_failure_is_told_once(voyage: Voyage, where: str, words: str) -> None:
-    voyage.start(devices=2, fail=where)
-    voyage.rest()
-    assert voyage.states()[-1] == "failed"
-    (error,) = voyage.events(ErrorRaised)
+def test_the_first_failure_is_told_once(elastic: ElasticRun, where: str, words: str) -> None:
+    elastic.start(devices=2, fail=where)
+    elastic.wait_for_end()
+    assert elastic.states()[-1] == "failed"
+    (error,) = elastic.events(ErrorRaised)
     assert words in error.message
     assert words in error.traceback
     if where == "step":
         assert error.rank == 1
-        assert [fault.cause for fault in voyage.events(WorkerLost)] == ["failed"]
+        assert [fault.cause for fault in elastic.events(WorkerLost)] == ["failed"]
 
 
 @pytest.fixture
@@ -302,38 +302,38 @@ def _children(node: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_a_node_joins_leaves_is_cut_off_and_found_again(
-    voyage: Voyage, far_net: Callable[..., Any]
+    elastic: ElasticRun, far_net: Callable[..., Any]
 ) -> None:
-    voyage.start(devices=1, bind="10.117.0.1")
-    voyage.wait_generation(1)
+    elastic.start(devices=1, bind="10.117.0.1")
+    elastic.wait_generation(1)
     name = far_net()
-    words = [sys.executable, "-m", "tests.distributed.toy_worker_group", str(voyage.run.path)]
+    words = [sys.executable, "-m", "tests.distributed.toy_worker_group", str(elastic.run.path)]
     words = ["ip", "netns", "exec", name, *words, "--node", "far", "--devices", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     nodes = [subprocess.Popen(words, env=env)]
     try:
-        assert voyage.next_crew("a node joins").layout == "dp3"
+        assert elastic.next_generation("a node joins").layout == "dp3"
         nodes[0].send_signal(signal.SIGTERM)
-        assert voyage.next_crew("a node leaves").layout == "single"
+        assert elastic.next_generation("a node leaves").layout == "single"
         assert nodes[0].wait(LIMIT_S) == 0
         nodes.append(subprocess.Popen(words, env=env))
-        assert voyage.next_crew("a node joins again").layout == "dp3"
+        assert elastic.next_generation("a node joins again").layout == "dp3"
         far_net("link", "set", f"{name}a", "down")
-        assert voyage.next_crew("a node is cut off").layout == "single"
-        told = [fault.cause for fault in voyage.events(WorkerLost)]
+        assert elastic.next_generation("a node is cut off").layout == "single"
+        told = [fault.cause for fault in elastic.events(WorkerLost)]
         assert told == ["left", "left", "cut off", "cut off"]
         given_up = _children(nodes[1])
         assert len(given_up) == 2, "nobody can reach them"
         far_net("link", "set", f"{name}a", "up")
-        assert voyage.next_crew("the cable is back").layout == "dp3"
+        assert elastic.next_generation("the cable is back").layout == "dp3"
         assert nodes[1].poll() is None, "it was not started again"
         assert not {*_children(nodes[1])} & {*given_up}, "who was given up holds no device"
-        (voyage.run.path / ENOUGH).touch()
-        voyage.wait(voyage.is_resting)
-        voyage.check_samples()
+        (elastic.run.path / ENOUGH).touch()
+        elastic.wait(elastic.has_ended)
+        elastic.check_samples()
         assert nodes[1].wait(LIMIT_S) == 0
     finally:
-        for process in voyage.processes():
+        for process in elastic.processes():
             process.kill()
         for node in nodes:
             node.kill()

@@ -266,8 +266,8 @@ def test_a_script_under_srun_gets_the_same_run_in_each_task(
     assert [err.splitlines()[-1] for _, err in told] == [f"{run.id} finished"] * 2
     assert losses(run) == pytest.approx(alone, abs=1e-5)
     check_ledger(run)
-    (crew,) = events(run, WorkerGroupFormed)
-    assert [each.rank for each in crew.ranks] == [0, 1]
+    (group,) = events(run, WorkerGroupFormed)
+    assert [each.rank for each in group.ranks] == [0, 1]
     assert not bench.left()
 
 

@@ -166,7 +166,7 @@ def test_the_batch_follows_the_replicas() -> None:
 
 
 @pytest.mark.long
-def test_a_crew_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
+def test_a_group_adapts_its_batch_and_takes_every_sample_of_an_epoch_once(
     tmp_path: Path, own_home: Path
 ) -> None:
     write_job(tmp_path)

@@ -107,7 +107,7 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
     chance = random.Random(7)
     with processes(tmp_path, rules) as servers:
         turn = threading.Semaphore(0)
-        crew = [
+        group = [
             Worker(servers, f"w{number}", lambda _client, _ticket: turn.release())
             for number in range(2)
         ]
@@ -115,7 +115,7 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
             for _ in range(chance.randrange(3, 16)):
                 assert turn.acquire(timeout=LIMIT_S)
             index = chance.randrange(2)
-            acknowledged = [ticket for worker in crew for ticket in list(worker.losses)]
+            acknowledged = [ticket for worker in group for ticket in list(worker.losses)]
             left = servers.kill(index)
             assert all(left.weights.check_ticket(ticket) == "duplicate" for ticket in acknowledged)
             kept = left.weights.flat.clone()
@@ -124,16 +124,16 @@ def test_a_killed_and_restored_shard_has_lost_no_acknowledged_update(tmp_path: P
             assert torch.equal(again.weights.flat, kept)
             again.close()
             servers.restart(index)
-        for worker in crew:
+        for worker in group:
             worker.end()
         found = servers.weights()
-    done = [ticket for worker in crew for ticket in worker.losses]
+    done = [ticket for worker in group for ticket in worker.losses]
     assert set(done) == {Ticket(step, share) for step in range(50) for share in range(2)}
     assert {(line["step"], line["share"]) for line in _done(servers.directory)} == set(done)
     if mode == "asp":
         return
     losses, alone = train_alone(rules)
-    assert losses_by_step(crew, rules.steps) == pytest.approx(losses, abs=1e-5)
+    assert losses_by_step(group, rules.steps) == pytest.approx(losses, abs=1e-5)
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
     with serving(tmp_path / "unharmed", rules) as unharmed:
         Worker(unharmed, "w").end()
@@ -161,12 +161,12 @@ def _wait_for(servers: Servers, worker: str, allowed: threading.Semaphore) -> No
     def has_worked() -> bool:
         return any(line["worker"] == worker for line in _done(servers.directory))
 
-    def let_on() -> None:
+    def release_worker() -> None:
         dispatcher = servers.shards[0].dispatcher
         if dispatcher is not None and worker in dispatcher.workers:
             allowed.release()
 
-    wait_until(has_worked, f"work of {worker}", meanwhile=let_on, pause_s=0.05)
+    wait_until(has_worked, f"work of {worker}", meanwhile=release_worker, pause_s=0.05)
 
 
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])

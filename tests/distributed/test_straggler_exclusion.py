@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.distributed.parity import make_plan
 from tests.distributed.ranks import run_ranks
-from yunlu.planning.communication.measurements import make_even
+from tests.even_links import make_even
 from yunlu.planning.layout import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import ExpectedStep

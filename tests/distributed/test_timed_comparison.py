@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, build
+from tests.even_links import make_even
 from yunlu.planning.communication import switching
-from yunlu.planning.communication.measurements import WireFigures, make_even
+from yunlu.planning.communication.measurements import WireFigures
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import CommunicationChosen
 from yunlu.training import loop

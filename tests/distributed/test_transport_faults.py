@@ -71,7 +71,7 @@ def _workers(path: Path, method: str, patience_s: float) -> Generator[list[tuple
             ours.close()
 
 
-def _hear(ours: Connection) -> str:
+def _receive(ours: Connection) -> str:
     assert ours.poll(LIMIT_S), "it hangs"
     return ours.recv()
 
@@ -79,9 +79,9 @@ def _hear(ours: Connection) -> str:
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_who_is_killed_in_the_middle_of_a_sum_is_missed_by_all(tmp_path: Path, method: str) -> None:
     with _workers(tmp_path, method, 600.0) as workers:
-        assert [_hear(ours) for _, ours in workers] == ["summing"] * SIZE
+        assert [_receive(ours) for _, ours in workers] == ["summing"] * SIZE
         os.kill(workers[-1][0].pid, signal.SIGKILL)
-        assert [_hear(ours) for _, ours in workers[:-1]] == ["LinkLostError"] * (SIZE - 1)
+        assert [_receive(ours) for _, ours in workers[:-1]] == ["LinkLostError"] * (SIZE - 1)
 
 
 @pytest.mark.parametrize("method", ["ring", "hierarchical"])
@@ -89,9 +89,9 @@ def test_who_is_stopped_in_the_middle_of_a_sum_is_missed_after_a_while(
     tmp_path: Path, method: str
 ) -> None:
     with _workers(tmp_path, method, 2.0) as workers:
-        assert [_hear(ours) for _, ours in workers] == ["summing"] * SIZE
+        assert [_receive(ours) for _, ours in workers] == ["summing"] * SIZE
         os.kill(workers[1][0].pid, signal.SIGSTOP)
-        heard = [_hear(ours) for number, (_, ours) in enumerate(workers) if number != 1]
+        heard = [_receive(ours) for number, (_, ours) in enumerate(workers) if number != 1]
         assert heard == ["LinkLostError"] * (SIZE - 1)
 
 

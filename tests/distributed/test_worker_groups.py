@@ -1,4 +1,4 @@
-"""Real crews, really disturbed: no sample is lost or repeated, and the curve is the undisturbed one."""
+"""Real worker groups, really disturbed: no sample is lost or repeated, and the curve is the undisturbed one."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Runs:
 
     def end(self) -> None:
         for run in self.started:
-            crew = read_worker_group(run)
-            pids = [] if crew is None else [crew.pid, *(member.pid for member in crew.workers)]
+            group = read_worker_group(run)
+            pids = [] if group is None else [group.pid, *(member.pid for member in group.workers)]
             for process in _family(run, pids):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -139,10 +139,10 @@ def events(run: RunStore, kind: type[EventT]) -> list[EventT]:
     return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
-def crew_of(run: RunStore) -> WorkerGroup:
-    crew = read_worker_group(run)
-    assert crew is not None
-    return crew
+def worker_group_of(run: RunStore) -> WorkerGroup:
+    group = read_worker_group(run)
+    assert group is not None
+    return group
 
 
 def wait(run: RunStore, until: Callable[[], bool], what: str) -> None:
@@ -199,7 +199,7 @@ def wait_for_end(run: RunStore) -> None:
 
 def strike(run: RunStore, rank: int, number: int) -> None:
     """Send a signal to who works at a rank, and wait for the generation after."""
-    before = crew_of(run)
+    before = worker_group_of(run)
     (victim,) = (member for member in before.workers if member.rank == rank)
     os.kill(victim.pid, number)
 
@@ -250,9 +250,9 @@ def test_kills_hangs_notices_resizes_and_a_dead_supervisor_leave_no_trace_in_the
     wait_for_workers(run, 2)
     resize(run, devices=4)
     wait_for_workers(run, 4)
-    supervisor = crew_of(run).pid
+    supervisor = worker_group_of(run).pid
     os.kill(supervisor, signal.SIGKILL)
-    wait(run, lambda: crew_of(run).pid != supervisor, "another supervisor")
+    wait(run, lambda: worker_group_of(run).pid != supervisor, "another supervisor")
     wait_for_step(run, max(losses(run)) + 5)
     resize_as_soon_as_may_be(run, 1)
     wait_for_workers(run, 1)
@@ -280,7 +280,9 @@ def test_a_model_that_is_cut_up_survives_a_kill_and_a_resize(
 
 
 @pytest.mark.long
-def test_a_stopped_crew_resumes_from_its_checkpoint(runs: Runs, alone: dict[int, float]) -> None:
+def test_a_stopped_worker_group_resumes_from_its_checkpoint(
+    runs: Runs, alone: dict[int, float]
+) -> None:
     run = runs.start("--set", "layout=fsdp2", "--set", f"train.steps={FEWER}")
     wait_for_step(run, 20)
     assert runs.call("stop", run.id).returncode == 0

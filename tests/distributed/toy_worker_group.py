@@ -145,7 +145,7 @@ def pass_state(assignment: Assignment, state: State, job: dict[str, Any]) -> Sta
             if giver.handoff_rank == assignment.handoff_rank
             else ""
         )
-        whole.counts |= dict(_tell(text, giver.handoff_rank))
+        whole.counts |= dict(_broadcast_text(text, giver.handoff_rank))
     return whole
 
 
@@ -153,11 +153,11 @@ def gather(assignment: Assignment, state: State) -> dict[int, int]:
     counts = dict(state.counts)
     for rank in range(assignment.layout.world if assignment.layout.world > 1 else 0):
         text = json.dumps(list(state.counts.items())) if rank == assignment.rank else ""
-        counts |= dict(_tell(text, rank))
+        counts |= dict(_broadcast_text(text, rank))
     return counts
 
 
-def _tell(text: str, source: int) -> Any:
+def _broadcast_text(text: str, source: int) -> Any:
     size = torch.tensor([len(text)])
     dist.broadcast(size, source)
     data = torch.zeros(int(size), dtype=torch.uint8)

@@ -11,7 +11,14 @@ from typing import Any
 
 import psutil
 
-from tests.contracts.places import JOB, kill_processes, processes_of, state, step, told
+from tests.contracts.executor_setups import (
+    JOB,
+    events_of,
+    kill_processes,
+    processes_of,
+    state,
+    step,
+)
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
 from yunlu.executors.lease_record import read_record
@@ -60,7 +67,12 @@ class Drill:
 
     def wait(self, until: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
         wait_until(
-            until, what, meanwhile=self.judge, explain=self.tell, limit_s=patience_s, pause_s=0.1
+            until,
+            what,
+            meanwhile=self.judge,
+            explain=self.describe,
+            limit_s=patience_s,
+            pause_s=0.1,
         )
 
     def await_training(self, *runs: RunStore) -> None:
@@ -100,7 +112,7 @@ class Drill:
         busy = [node["cpu"] for node in view.get("nodes", ()) if node["name"] in machines]
         return None not in [*cores, *busy] and len(busy) == len(machines) > 0
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         pool_store = PoolStore(self.home)
         texts = [str(self.view()), *(str(line)[:400] for line in pool_store.read_decisions())]
         texts.append(pool_store.log.read_text()[-3000:] if pool_store.log.exists() else "")
@@ -112,7 +124,7 @@ class Drill:
                 run.path / WORKER_LOG,
             ]
             files += sorted((run.path / Area.LOGS).glob("*.log"))
-            texts += [f"=== {run.id} {state(run)}", *map(str, told(run, StateChanged))]
+            texts += [f"=== {run.id} {state(run)}", *map(str, events_of(run, StateChanged))]
             texts += [f"--- {f.name}\n{f.read_text()[-1500:]}" for f in files if f.exists()]
         return "\n".join(texts)
 
@@ -144,13 +156,13 @@ def supervisors_of(run: RunStore) -> list[psutil.Process]:
     return found
 
 
-def lives_of(run: RunStore) -> int:
-    return len(told(run, AttemptStarted))
+def attempts_of(run: RunStore) -> int:
+    return len(events_of(run, AttemptStarted))
 
 
 def sizes_of(run: RunStore) -> list[int]:
     """Workers of each generation."""
-    return [len(crew.ranks) for crew in told(run, WorkerGroupFormed)]
+    return [len(group.ranks) for group in events_of(run, WorkerGroupFormed)]
 
 
 def nodes_of(run: RunStore) -> list[str]:

@@ -8,11 +8,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from yunlu.executors import local
 from yunlu.scheduler import service
 
-LIGHT_CREW = (sys.executable, str(Path(__file__).with_name("light_crew.py")))
+LIGHT_WORKER_GROUP = (sys.executable, str(Path(__file__).with_name("light_worker_group.py")))
 
 
 def light_program(run: object, devices: int) -> tuple[str, ...]:
-    return (*LIGHT_CREW, "--devices", str(devices))
+    return (*LIGHT_WORKER_GROUP, "--devices", str(devices))
 
 
 if __name__ == "__main__":

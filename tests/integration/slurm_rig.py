@@ -135,7 +135,9 @@ class SlurmRig:
             for name in self.names:
                 self.start_node(name)
             wait_until(
-                lambda: self._idle() >= set(self.names), "all nodes are idle", explain=self.tell
+                lambda: self._idle() >= set(self.names),
+                "all nodes are idle",
+                explain=self.describe_logs,
             )
         except BaseException:
             self.end()
@@ -181,7 +183,7 @@ class SlurmRig:
         path = self.place / "log" / "power.log"
         return path.read_text().splitlines() if path.exists() else []
 
-    def tell(self) -> str:
+    def describe_logs(self) -> str:
         """The last words of its daemons, for whoever must find out what went wrong."""
         logs = sorted((self.place / "log").glob("*"))
         return "\n".join(

@@ -18,7 +18,7 @@ import pytest
 from tests import waiting
 from tests.integration.conftest import Yunlu
 from tests.sample_events import EventT
-from yunlu.core.files import read_last, read_lines
+from yunlu.core.files import read_lines
 from yunlu.jobs import lifecycle
 from yunlu.jobs.resize import resize
 from yunlu.runs.events import (
@@ -32,7 +32,7 @@ from yunlu.runs.events import (
     WorkerLost,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore, last_record
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.data.sample_order import StepOrder, digest_of
 
@@ -95,38 +95,40 @@ def run(yunlu: Yunlu, own_home: Path, tmp_path: Path, steps: int) -> Iterator[Ru
 @pytest.mark.long
 def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu: Yunlu):
     wait_for_step(run, 10)
-    parent = psutil.Process(told(run, AttemptStarted)[-1].pid)
-    _kill(told(run, WorkerGroupFormed)[-1].ranks[1].pid)
+    parent = psutil.Process(events_of(run, AttemptStarted)[-1].pid)
+    _kill(events_of(run, WorkerGroupFormed)[-1].ranks[1].pid)
     wait_for_step(run, 20)
     _kill(_server(run, parent, index=1))
     wait_for_step(run, 30)
     _kill(_server(run, parent, index=0))
     wait_for_step(run, 40)
     servers = {_server(run, parent, index=index) for index in range(2)}
-    workers = {each.pid for each in told(run, WorkerGroupFormed)[-1].ranks}
+    workers = {each.pid for each in events_of(run, WorkerGroupFormed)[-1].ranks}
     (chief,) = {child.pid for child in parent.children()} - servers - workers
     _kill(chief)
     wait_for_step(run, 50)
     lost = {1, "server-0", "server-1", "coordinator"}
-    wait_until(run, lambda: {each.worker for each in told(run, WorkerLost)} == lost, "faults")
+    wait_until(run, lambda: {each.worker for each in events_of(run, WorkerLost)} == lost, "faults")
 
     assert lifecycle.stop(run).state == "stopped"  # here: a command might start too late
     kept = max(losses(run))
     assert kept < STEPS
-    assert told(run, CheckpointSaved)[-1].step == kept
+    assert events_of(run, CheckpointSaved)[-1].step == kept
     wait_until(run, lambda: not _lives(parent), "the program to end")
 
     resumed = yunlu("resume", run.id, "--detach")
     assert resumed.code == 0, resumed.err
     wait_for_step(run, kept + 10)
-    running = [event for event in told(run, StateChanged) if event.state == "running"]
+    running = [event for event in events_of(run, StateChanged) if event.state == "running"]
     assert [event.resumed_from_step for event in running] == [None, kept]
-    parent = psutil.Process(told(run, AttemptStarted)[-1].pid)
+    parent = psutil.Process(events_of(run, AttemptStarted)[-1].pid)
     assert len(parent.children()) == 6  # two servers, three workers, the chief
     resize(run, devices=2)
     wait_until(run, lambda: len(parent.children()) == 5, "one worker to leave")
     resize(run, devices=4)
-    wait_until(run, lambda: len(told(run, WorkerGroupFormed)[-1].ranks) == 4, "two workers to come")
+    wait_until(
+        run, lambda: len(events_of(run, WorkerGroupFormed)[-1].ranks) == 4, "two workers to come"
+    )
     family = parent.children()
     assert len(family) == 7
     _kill(parent.pid)
@@ -138,7 +140,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     assert sorted(losses(run)) == [*range(1, STEPS + 1)]
     assert len(list(run.read_metrics())) == STEPS
     check_ledger(run)
-    loss = told(run, Evaluated)[-1]
+    loss = events_of(run, Evaluated)[-1]
     assert loss.step == STEPS
     assert loss.loss < alone + MARGIN
     assert not (run.path / "servers").exists()
@@ -153,11 +155,11 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
     wait_until(run, lambda: count_done(run, "far.") > 5, "work of the machine that joined")
-    crew = told(run, WorkerGroupFormed)[-1].ranks
-    assert [each.worker for each in crew] == ["0", "1", "2", "far.0", "far.1"]
-    assert [each.rank for each in crew] == [*range(5)]
+    group = events_of(run, WorkerGroupFormed)[-1].ranks
+    assert [each.worker for each in group] == ["0", "1", "2", "far.0", "far.1"]
+    assert [each.rank for each in group] == [*range(5)]
 
-    workers = [psutil.Process(each.pid) for each in crew[3:]]
+    workers = [psutil.Process(each.pid) for each in group[3:]]
     _kill(workers[0].pid)
     wait_until(run, lambda: members_lost(run) == ["far.0"], "the loss of one worker to be told")
     lost_at = max(losses(run))
@@ -167,12 +169,12 @@ def test_a_machine_that_joins_and_is_lost_takes_nothing_with_it(
     wait_for_step(run, lost_at + 10)
     assert far.wait(waiting.LIMIT_S) != 0
     assert not any(_lives(worker) for worker in workers)
-    assert [each.worker for each in told(run, WorkerGroupFormed)[-1].ranks] == ["0", "1", "2"]
+    assert [each.worker for each in events_of(run, WorkerGroupFormed)[-1].ranks] == ["0", "1", "2"]
 
     assert lifecycle.stop(run).state == "stopped"
     kept = max(losses(run))
     assert [record["step"] for record, _ in run.read_metrics()] == [*range(1, kept + 1)]
-    assert told(run, CheckpointSaved)[-1].step == kept
+    assert events_of(run, CheckpointSaved)[-1].step == kept
     check_ledger(run, kept)
     check_staleness(run, most=2)
 
@@ -185,11 +187,11 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
     wait_for_step(run, 5)
     far = _join(run, environment, tmp_path)
     wait_until(run, lambda: count_done(run, "far.") > 5, "work of the machine that joined")
-    _kill(told(run, AttemptStarted)[-1].pid)
+    _kill(events_of(run, AttemptStarted)[-1].pid)
     before = count_done(run, "far.")
     assert yunlu("resume", run.id, "--detach").code == 0
     wait_until(run, lambda: count_done(run, "far.") > before + 5, "work after the resume")
-    ranks = told(run, WorkerGroupFormed)[-1].ranks
+    ranks = events_of(run, WorkerGroupFormed)[-1].ranks
     assert [each.worker for each in ranks] == ["0", "1", "2", "far.0", "far.1"]
     assert lifecycle.stop(run).state == "stopped"
     assert far.wait(waiting.LIMIT_S) == 0  # sent home with the others
@@ -200,10 +202,10 @@ def test_a_machine_goes_on_when_the_one_that_leads_was_lost_and_came_back(
 
 def _join(run: RunStore, environment: dict[str, str], place: Path) -> subprocess.Popen[bytes]:
     """Another machine, as far as the run can tell: a process of its own that comes over TCP."""
-    crew = read_worker_group(run)
-    assert crew is not None
-    (place / "token").write_text(crew.token)
-    words = ["join", f"{crew.host}:{crew.port}", "--devices", "2", "--name", "far"]
+    group = read_worker_group(run)
+    assert group is not None
+    (place / "token").write_text(group.token)
+    words = ["join", f"{group.host}:{group.port}", "--devices", "2", "--name", "far"]
     command = [sys.executable, "-m", "yunlu.cli.main", *words, "--token-file", "token"]
     return subprocess.Popen(command, env=environment, cwd=place, start_new_session=True)
 
@@ -229,7 +231,7 @@ def count_done(run: RunStore, worker: str) -> int:
 
 
 def members_lost(run: RunStore) -> list[str]:
-    return [each.worker for each in told(run, WorkerLost)]
+    return [each.worker for each in events_of(run, WorkerLost)]
 
 
 def check_staleness(run: RunStore, *, most: int) -> None:
@@ -247,19 +249,19 @@ def _train_alone(run: RunStore) -> float:
     """The same job on one worker, as synchronous training would do it."""
     job = json.loads((run.path / Document.JOB).read_text())
     job["communication"], job["devices"] = {}, 1
-    job["data"]["train"] = str(Path(told(run, StateChanged)[0].directory) / "text.txt")
+    job["data"]["train"] = str(Path(events_of(run, StateChanged)[0].directory) / "text.txt")
     alone = open_run(run.path.parent.parent / "alone")
     alone.path.mkdir()
     (alone.path / Document.JOB).write_text(json.dumps(job))
     command = [sys.executable, "-m", "yunlu.training.worker", str(alone.path)]
     subprocess.run(command, check=True, capture_output=True)
-    return told(alone, Evaluated)[-1].loss
+    return events_of(alone, Evaluated)[-1].loss
 
 
 def check_ledger(run: RunStore, steps: int = STEPS) -> None:
     lines = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
-    samples = told(run, DataOpened)[-1].train
+    samples = events_of(run, DataOpened)[-1].train
     order = StepOrder(
         samples=samples,
         batch=BATCH,
@@ -269,12 +271,12 @@ def check_ledger(run: RunStore, steps: int = STEPS) -> None:
         assert (line["samples"], line["digest"]) == (len(rows), f"{digest_of(rows):016x}")
 
 
-def told(run: RunStore, kind: type[EventT]) -> list[EventT]:
+def events_of(run: RunStore, kind: type[EventT]) -> list[EventT]:
     return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def _state(run: RunStore) -> str:
-    return told(run, StateChanged)[-1].state
+    return events_of(run, StateChanged)[-1].state
 
 
 def losses(run: RunStore) -> dict[int, float]:
@@ -307,14 +309,14 @@ def _lives(process: psutil.Process) -> bool:
 def wait_for_step(run: RunStore, step: int) -> None:
     wait_until(
         run,
-        lambda: (read_last(run.path / Log.METRICS) or {"step": 0})["step"] >= step,
+        lambda: (last_record(run, Log.METRICS) or {"step": 0})["step"] >= step,
         f"step {step}",
     )
 
 
 def wait_until(run: RunStore, until: Callable[[], bool], what: str) -> None:
     def check() -> None:
-        errors = told(run, ErrorRaised)
+        errors = events_of(run, ErrorRaised)
         assert not errors, errors
 
     waiting.wait_until(

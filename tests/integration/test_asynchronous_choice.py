@@ -1,4 +1,4 @@
-"""A crew with a slow worker, which chooses to go on asynchronously."""
+"""A worker group with a slow worker, which chooses to go on asynchronously."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _count():
 
 
 def _begin():
-    # Of a crew, after the process that plans and two workers, the third; of the asynchronous, after
+    # Of a worker group, after the process that plans and two workers, the third; of the asynchronous, after
     # the chief, the server and a worker, the second. It is slow in whatever it computes.
     global _slow_s
     if _forks == 4:
@@ -80,8 +80,8 @@ def test_a_slow_worker_is_found_before_the_first_step_and_nobody_waits_for_it(
     (path,) = own_home.glob("*-*")
     run = open_run(path)
     assert lifecycle.read_record(run).state == "finished"
-    assert len(near.told(run, AttemptStarted)) == 1
-    (choice,) = near.told(run, CommunicationChosen)
+    assert len(near.events_of(run, AttemptStarted)) == 1
+    (choice,) = near.events_of(run, CommunicationChosen)
     assert choice.setting.method == "asynchronous"
     fast, also_fast, slow = choice.links.compute_s
     assert slow > 3 * max(fast, also_fast)
@@ -107,7 +107,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     """Two workers start evenly; with the slow third all go over, and what was learnt stays."""
     write_job(tmp_path, steps=200_000)
     text = (tmp_path / "uneven.py").read_text()
-    # The first crew has no third worker; whoever joins begins with its first.
+    # The first worker group has no third worker; whoever joins begins with its first.
     (tmp_path / "uneven.py").write_text(
         text.replace("_forks == 4", "_forks == 1 and _is_far()") + FAR
     )
@@ -117,20 +117,20 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
     run = open_run(path)
     try:
         near.wait_for_step(run, 10)
-        assert near.told(run, CommunicationChosen)[-1].setting.method != "asynchronous"
-        crew = read_worker_group(run)
-        assert crew is not None
-        (tmp_path / "token").write_text(crew.token)
-        words = ["join", f"{crew.host}:{crew.port}", "--name", "far", "--token-file", "token"]
+        assert near.events_of(run, CommunicationChosen)[-1].setting.method != "asynchronous"
+        group = read_worker_group(run)
+        assert group is not None
+        (tmp_path / "token").write_text(group.token)
+        words = ["join", f"{group.host}:{group.port}", "--name", "far", "--token-file", "token"]
         command = [sys.executable, "-m", "yunlu.cli.main", *words]
         far = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
         near.wait_until(run, lambda: near.count_done(run, "far.") > 3, "work of the joined machine")
-        chosen = near.told(run, CommunicationChosen)[-1]
+        chosen = near.events_of(run, CommunicationChosen)[-1]
         assert chosen.setting.method == "asynchronous"
         assert chosen.step >= 10
-        crews = near.told(run, WorkerGroupFormed)
-        assert [each.generation for each in crews] == [*range(1, len(crews) + 1)]
-        members = [each.worker for each in crews[-1].ranks]
+        groups = near.events_of(run, WorkerGroupFormed)
+        assert [each.generation for each in groups] == [*range(1, len(groups) + 1)]
+        members = [each.worker for each in groups[-1].ranks]
         assert members == [0, 1, "far.0"]
         assert lifecycle.stop(run).state == "stopped"
         assert far.wait(LIMIT_S) == 0
@@ -138,7 +138,7 @@ def test_a_machine_that_has_joined_goes_over_with_the_others(
         near.check_ledger(run, kept)
         assert yunlu("resume", run.id, "--detach").code == 0
         near.wait_for_step(run, kept + 5)
-        assert near.told(run, CommunicationChosen)[-1].reason.startswith("as before")
+        assert near.events_of(run, CommunicationChosen)[-1].reason.startswith("as before")
         assert lifecycle.stop(run).state == "stopped"
         near.check_ledger(run, max(near.losses(run)))
     finally:

@@ -68,8 +68,8 @@ def wait(condition: Callable[[], bool], run: RunStore) -> None:
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    crews = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
-    return [len(event.ranks) for event in crews]
+    groups = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
+    return [len(event.ranks) for event in groups]
 
 
 def steps_of(run: RunStore) -> list[int]:
@@ -82,7 +82,7 @@ def has_trained(run: RunStore, more: int = 20) -> Callable[[], bool]:
 
 
 def check_samples(run: RunStore) -> None:
-    """Every step was made once; where a crew made it, with all of its samples."""
+    """Every step was made once; where a worker group made it, with all of its samples."""
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
     count = next(e.train for e, _ in run.read_events() if isinstance(e, DataOpened))
@@ -96,7 +96,7 @@ def check_samples(run: RunStore) -> None:
 
 
 @pytest.mark.long
-def test_a_single_worker_goes_on_as_a_crew_that_shrinks_and_grows() -> None:
+def test_a_single_worker_continues_as_a_group_that_shrinks_and_grows() -> None:
     slots = LocalSlots(2)
     run = make_trial(slots)
     with ended(run):

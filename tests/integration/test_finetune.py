@@ -57,7 +57,7 @@ def the_run(home: Path, name: str) -> RunStore:
     return open_run(path)
 
 
-def told(run: RunStore) -> list[str]:
+def reported_phases(run: RunStore) -> list[str]:
     return [
         str(event.phase) for event, _ in run.read_events() if isinstance(event, ProgressReported)
     ]
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_another_and_beats_a_fresh_start(
 def _check_lora(home: Path, records: list[dict[str, Any]]) -> None:
     first, lora = the_run(home, "first"), the_run(home, "lora")
     start = f"starting from run {first.id}"
-    said = next(words for words in told(lora) if words.startswith(start))
+    said = next(words for words in reported_phases(lora) if words.startswith(start))
     assert "new labels: recommend, reject, shrug" in said
     assert "lora trains" in said
     about = next(record for record in records if record.get("event") == "model")
@@ -131,14 +131,14 @@ def _check_resume(home: Path, folder: Path, yunlu: Yunlu, environment: dict[str,
     subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
     run = the_run(home, "halted")
 
-    def lives() -> list[AttemptStarted]:
+    def attempts() -> list[AttemptStarted]:
         return [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
 
     def check() -> None:
         assert not [event for event, _ in run.read_events() if isinstance(event, ErrorRaised)]
 
-    wait_until(lives, "a worker")
-    worker = psutil.Process(lives()[0].pid)
+    wait_until(attempts, "a worker")
+    worker = psutil.Process(attempts()[0].pid)
     worker.nice(19)  # on a busy machine, too, it is halted before it is done
     wait_until(lambda: max(_losses(run), default=0) >= 25, "step 25", meanwhile=check, pause_s=0.01)
     worker.send_signal(signal.SIGTERM)
@@ -202,4 +202,4 @@ def test_a_hugging_face_directory_is_fine_tuned_and_merged(
     )
     query = "bert.encoder.layer.0.attention.self.query.weight"
     assert not torch.equal(before[query], after[query])
-    assert any(words.startswith("starting from bert") for words in told(run))
+    assert any(words.startswith("starting from bert") for words in reported_phases(run))

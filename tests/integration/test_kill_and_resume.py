@@ -66,17 +66,17 @@ def start(job: Path, environment: dict[str, str], home: Path) -> tuple[RunStore,
     command = [sys.executable, "-m", "yunlu.cli.main", "train", str(job), "--detach", "--json"]
     subprocess.run(command, env=environment, cwd=job.parent, check=True, capture_output=True)
     run = open_run(max(home.glob("killed-*"), key=lambda path: path.stat().st_mtime))
-    return run, worker_of(run, life=1)
+    return run, worker_of(run, attempt=1)
 
 
-def worker_of(run: RunStore, *, life: int) -> psutil.Process:
-    """The worker of a life; waits until it has told its number."""
+def worker_of(run: RunStore, *, attempt: int) -> psutil.Process:
+    """The worker of an attempt; waits until its event is there."""
 
-    def lives() -> list[AttemptStarted]:
+    def attempts() -> list[AttemptStarted]:
         return [event for event, _ in run.read_events() if isinstance(event, AttemptStarted)]
 
-    wait_until(lambda: len(lives()) >= life, f"life {life}")
-    return psutil.Process(lives()[life - 1].pid)
+    wait_until(lambda: len(attempts()) >= attempt, f"attempt {attempt}")
+    return psutil.Process(attempts()[attempt - 1].pid)
 
 
 @pytest.mark.slow
@@ -91,14 +91,14 @@ def test_a_run_killed_again_and_again_ends_like_the_undisturbed_one(
     brake.touch()
     run, process = start(job, environment, own_home)
     draw = random.Random(4)
-    for life in (2, 3):
+    for attempt in (2, 3):
         wait_for_step(run, max(losses(run), default=0) + draw.randint(8, 25), process)
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert "lost" in yunlu("ps", "--all").out
         resumed = yunlu("resume", run.id, "--detach", "--json")
         assert resumed.code == 0, resumed.err
-        process = worker_of(run, life=life)
+        process = worker_of(run, attempt=attempt)
     brake.unlink()
     process.wait()
     assert losses(run) == losses(whole)

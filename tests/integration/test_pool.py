@@ -77,7 +77,9 @@ class Pool:
         return self.runs[-1]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, "what the test waits for", meanwhile=self.judge, explain=self.tell)
+        wait_until(
+            condition, "what the test waits for", meanwhile=self.judge, explain=self.describe
+        )
 
     def wait_states(self, state: RunState) -> None:
         self.wait(lambda: all(state_of(run) is state for run in self.runs))
@@ -88,10 +90,10 @@ class Pool:
         for run in self.runs:
             found = processes_of(run)
             assert len(found) <= 1, f"{run.id} is run twice: {found}"
-            crew = read_worker_group(run)
-            if found and crew is not None and crew.pid == found[0]:
-                held += crew.target
-        assert held <= DEVICES, self.tell()
+            group = read_worker_group(run)
+            if found and group is not None and group.pid == found[0]:
+                held += group.target
+        assert held <= DEVICES, self.describe()
 
     def check_samples(self) -> None:
         """Every step was made once: nothing was lost, and nothing done again."""
@@ -99,7 +101,7 @@ class Pool:
             steps = [line["step"] for line, _ in read_lines(run.path / Log.LEDGER)]
             assert steps == list(range(1, len(steps) + 1)), run.id
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         pool_store = PoolStore(self.home)
         texts = [str(pool_store.read_view()), *map(str, pool_store.read_decisions())]
         texts.append(pool_store.log.read_text() if pool_store.log.exists() else "")
@@ -141,7 +143,7 @@ def state_of(run: RunStore) -> RunState:
     return RunState(told[-1])
 
 
-def lives_of(run: RunStore) -> int:
+def attempts_of(run: RunStore) -> int:
     return sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
 
 
@@ -190,7 +192,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.up()
     second = pool.submit("second", steps=40_000, step_s=0.2, priority=1)
     pool.wait(lambda: state_of(second) is RunState.RUNNING)
-    assert lives_of(first) == 1
+    assert attempts_of(first) == 1
     assert recorded_worker(first) == worker
     pool.judge()
 
@@ -203,10 +205,12 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.wait(lambda: state_of(first) is RunState.STOPPED and not processes_of(first))
     pool.wait(lambda: (read_worker_group(second) or Nothing).target == 4)
     pool.wait(lambda: "paused" in explain(pool.home, first).standing)
-    queue.set_priority(first, 2)  # else it might wait: the other makes good use of all devices
+    queue.change_terms(
+        first, priority=2
+    )  # else it might wait: the other makes good use of all devices
     queue.requeue(first)
     pool.wait(lambda: state_of(first) is RunState.RUNNING)
-    assert lives_of(first) == 2
+    assert attempts_of(first) == 2
 
     for run in (first, second):
         queue.withdraw(run)
@@ -214,7 +218,7 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.wait(lambda: not processes_of(first) and not processes_of(second))
     pool.wait(lambda: (PoolStore(pool.home).read_view() or {}).get("held") == 0)
     pool.check_samples()
-    assert [lives_of(first), lives_of(second)] == [2, 1]
+    assert [attempts_of(first), attempts_of(second)] == [2, 1]
 
 
 def test_job_that_crashes_at_start_does_not_hold_up_the_others(pool: Pool) -> None:
@@ -245,7 +249,7 @@ def test_pool_goes_down_with_its_jobs_and_goes_on_with_them(pool: Pool) -> None:
     pool.up()
     pool.wait_states(RunState.FINISHED)
     pool.check_samples()
-    assert lives_of(run) == 2
+    assert attempts_of(run) == 2
 
 
 class Nothing:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import FOR_EVER, check_samples, processes_of, state, step
+from tests.contracts.executor_setups import FOR_EVER, check_samples, processes_of, state, step
 from tests.integration.pool_drill import (
     PATIENCE_S,
     Drill,
+    attempts_of,
     held_by,
-    lives_of,
     nodes_of,
     sizes_of,
 )
@@ -58,14 +58,14 @@ def test_queue_outlives_its_service_and_a_raylet(rig: RayRig, pool: Drill) -> No
     pool.kill()  # in the middle of starting them
     pool.up()
     pool.await_training(first, *others)
-    assert lives_of(first) == 1  # it made room, and was not stopped for that
+    assert attempts_of(first) == 1  # it made room, and was not stopped for that
 
-    lives = {run.id: lives_of(run) for run in pool.runs}
+    attempts = {run.id: attempts_of(run) for run in pool.runs}
     pool.kill()
     pool.await_training(first)  # nobody minds
     pool.up()
     pool.wait(lambda: pool.phase(first) == "running", "it is adopted")
-    assert {run.id: lives_of(run) for run in pool.runs} == lives
+    assert {run.id: attempts_of(run) for run in pool.runs} == attempts
 
     lost, before = nodes_of(first)[0], step(first)
     rig.kill(lost)
@@ -101,7 +101,7 @@ def test_asynchronous_workers_share_the_pool_and_outlive_the_node_of_their_serve
     pool.await_training(first)  # nobody minds
     pool.up()
     pool.wait(lambda: pool.phase(first) == "running", "it is adopted")
-    assert lives_of(first) == 1  # it made room, and was not stopped for that
+    assert attempts_of(first) == 1  # it made room, and was not stopped for that
 
     lost, before = nodes_of(first)[0], step(first)
     rig.kill(lost)

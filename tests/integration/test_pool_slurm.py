@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import FOR_EVER, check_samples, state, step
+from tests.contracts.executor_setups import FOR_EVER, check_samples, state, step
 from tests.integration.conftest import Yunlu
 from tests.integration.pool_drill import (
     PATIENCE_S,
     Drill,
+    attempts_of,
     held_by,
-    lives_of,
     nodes_of,
     sizes_of,
 )
@@ -73,16 +73,16 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     pool.up()
     others.append(pool.submit("single", steps=250, max_devices=1))
     pool.await_training(first, *others)
-    assert lives_of(first) == 1  # it made room, and was not stopped for that
+    assert attempts_of(first) == 1  # it made room, and was not stopped for that
     pool.wait(lambda: 3 in sizes_of(first), "it has made room")
 
-    lives = {run.id: lives_of(run) for run in pool.runs}
+    attempts = {run.id: attempts_of(run) for run in pool.runs}
     pool.kill()
     pool.await_training(first)  # nobody minds
     pool.up()
     pool.wait(lambda: pool.phase(first) == "running", "it is adopted")
     pool.await_training(first)
-    assert {run.id: lives_of(run) for run in pool.runs} == lives
+    assert {run.id: attempts_of(run) for run in pool.runs} == attempts
 
     lost = nodes_of(first)[0]
     before, on_it = step(first), [run for run in pool.runs if lost in nodes_of(run)]
@@ -106,7 +106,9 @@ def test_queue_outlives_its_service_and_a_node(make_drill: MakeDrill, yunlu: Yun
     assert state(first) == "stopped"
     pool.wait(lambda: pool.view().get("held") == 0, "every device is given back")
     wait_until(
-        lambda: not rig.call("squeue", "--noheader"), "Slurm's queue is empty", explain=rig.tell
+        lambda: not rig.call("squeue", "--noheader"),
+        "Slurm's queue is empty",
+        explain=rig.describe_logs,
     )
     for run in pool.runs:
         check_samples(run)
@@ -127,7 +129,7 @@ def test_run_that_others_keep_from_its_devices_is_placed_elsewhere(make_drill: M
     pool.up()
     pool.wait(lambda: nodes_of(run) == ["n2"], "it was called off, and sent elsewhere")
     pool.await_end(run)
-    assert lives_of(run) == 1
+    assert attempts_of(run) == 1
     rig.call("scancel", blocker)
     check_samples(run)
 
@@ -157,7 +159,7 @@ def test_nodes_are_resumed_for_a_queue_and_suspended_when_idle(make_drill: MakeD
     assert any(re.search(r"more of gpu", text) for text in told), told
     assert any("idle" in text for text in told), told
     for run in runs:
-        assert lives_of(run) == 1
+        assert attempts_of(run) == 1
         check_samples(run)
 
 

@@ -40,8 +40,8 @@ def submit(name: str, steps: int) -> RunStore:
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    crews = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
-    return [len(event.ranks) for event in crews]
+    groups = [event for event, _ in run.read_events() if isinstance(event, WorkerGroupFormed)]
+    return [len(event.ranks) for event in groups]
 
 
 def wait(condition: Callable[[], bool], *runs: RunStore) -> None:

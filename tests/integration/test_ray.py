@@ -15,16 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.contracts.places import (
+from tests.contracts.executor_setups import (
     await_,
     await_step,
+    await_workers,
     check_samples,
+    events_of,
     kill_processes,
     processes_of,
     state,
     step,
     submit,
-    told,
 )
 from tests.integration.ray_rig import RayRig, why_no_ray
 from tests.waiting import LIMIT_S, wait_until
@@ -99,22 +100,11 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def await_crew(run: RunStore, count: int) -> None:
-    """Until so many make steps; each node has to load torch first, all of them on this machine."""
-
-    def is_there() -> bool:
-        crews = told(run, WorkerGroupFormed)
-        return bool(crews) and len(crews[-1].ranks) == count
-
-    await_(run, is_there, f"{count} workers")
-    await_step(run, step(run) + 3)
-
-
 def spread(nodes: list[str]) -> Placement:
     return Placement(tuple((node, 1) for node in nodes))
 
 
-def rest(run: RunStore, executor: RayExecutor) -> None:
+def stop_and_check(run: RunStore, executor: RayExecutor) -> None:
     """Stopped and saved, nobody left, no sample lost or taken twice."""
     lifecycle.stop(run)
     assert state(run) == "stopped"
@@ -133,7 +123,7 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
         assert driver.stdout is not None
         assert driver.stdout.readline() == "started\n"
         os.kill(driver.pid, signal.SIGKILL)
-    await_crew(run, 3)
+    await_workers(run, 3)
     status = executor.status(run)  # of an executor that has started nothing
     assert [each.state for each in status.leases] == [LeaseState.RUNNING] * 3
     assert status.held == status.wanted == spread(nodes)
@@ -145,13 +135,13 @@ def test_leases_outlive_their_driver_and_a_node_that_is_lost_costs_no_sample(
     await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
     await_(run, lambda: executor.status(run).leases[2].state is LeaseState.GONE, "it is known")
     assert "raylet" in executor.status(run).leases[2].reason
-    await_crew(run, 2)
+    await_workers(run, 2)
     await_step(run, step(run) + 20)
-    crew = told(run, WorkerGroupFormed)[-1]
-    assert crew.redone_steps == 0
-    first = next(each for each, _ in run.read_metrics() if each["step"] > crew.from_step)
+    group = events_of(run, WorkerGroupFormed)[-1]
+    assert group.redone_steps == 0
+    first = next(each for each, _ in run.read_metrics() if each["step"] > group.from_step)
     sys.stdout.write(f"a step again {first['at'] - killed_at:.2f} s after the kill of a raylet\n")
-    rest(run, executor)
+    stop_and_check(run, executor)
 
 
 def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_nobody_up(
@@ -164,19 +154,19 @@ def test_asynchronous_workers_are_on_several_nodes_and_a_raylet_that_dies_holds_
         rig.add(1)
     nodes = list(rig.raylets)
     lifecycle.start(run, on=executor, placement=spread(nodes[:2]))
-    await_crew(run, 2)
+    await_workers(run, 2)
     assert executor.status(run).workers == 2
     assert lifecycle.change_placement(run, spread(nodes)).how == "live"
-    await_crew(run, 3)
+    await_workers(run, 3)
 
     on_it = family_on(run, rig.raylets[nodes[1]])
     rig.kill(nodes[1])
     await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
-    await_crew(run, 2)
+    await_workers(run, 2)
     fewer = spread([nodes[0], nodes[2]])
     assert lifecycle.change_placement(run, fewer).how == "live"
     await_(run, lambda: executor.status(run).held == fewer, "the lost device is forgotten")
-    rest(run, executor)
+    stop_and_check(run, executor)
 
 
 def _is_lease(process: psutil.Process) -> bool:
@@ -252,14 +242,14 @@ def test_from_outside_the_cluster_even_the_loss_of_the_lead_costs_no_sample(
     executor = RayExecutor(rig.address)
     try:
         lifecycle.start(run, on=executor, placement=spread(nodes))
-        await_crew(run, 3)
+        await_workers(run, 3)
         on_it = family_on(run, rig.raylets[nodes[0]])
         rig.kill(nodes[0])
         await_(run, lambda: all(map(has_ended, on_it)), "no orphan of the dead node is left")
-        await_crew(run, 2)
+        await_workers(run, 2)
         await_step(run, step(run) + 20)
-        assert told(run, WorkerGroupFormed)[-1].redone_steps == 0
-        rest(run, executor)
+        assert events_of(run, WorkerGroupFormed)[-1].redone_steps == 0
+        stop_and_check(run, executor)
     finally:
         executor.close()
 

@@ -25,11 +25,11 @@ ROOT = "s3://lake/run-1/checkpoints"
 
 
 def open_store(
-    options: dict[str, Any], crew: SaveGroup | None = None, **settings: Any
+    options: dict[str, Any], group: SaveGroup | None = None, **settings: Any
 ) -> CheckpointStore:
     return CheckpointStore(
         ROOT, keep_last=2, keep_best=1, metric="loss", lower_is_better=True, options=options,
-        group=crew, **({"saved": lambda entry, seconds: None} | settings),
+        group=group, **({"saved": lambda entry, seconds: None} | settings),
     )  # fmt: skip
 
 
@@ -93,8 +93,8 @@ def test_checkpoints_are_saved_thinned_and_found_in_s3(options: dict[str, Any]) 
 
 
 def _save_half(world: Any, options: dict[str, Any]) -> None:
-    crew = SaveGroup(rank=world.rank, size=2, token="g1")
-    kept = open_store(options, crew)
+    group = SaveGroup(rank=world.rank, size=2, token="g1")
+    kept = open_store(options, group)
     half = TensorShard(
         "w", (10,), TensorSlice((5 * world.rank,), (5,)), torch.full((5,), float(world.rank))
     )

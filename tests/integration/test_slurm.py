@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import (
+from tests.contracts.executor_setups import (
     await_,
     await_step,
     await_workers,
     check_samples,
+    events_of,
     kill_processes,
     state,
     step,
     submit,
-    told,
 )
 from tests.integration.slurm_rig import SlurmRig, why_no_slurm
 from tests.waiting import wait_until
@@ -60,7 +60,11 @@ def run(rig: SlurmRig, tmp_path: Path) -> Iterator[RunStore]:
             SlurmExecutor().stop(made, now=True)
         kill_processes(made)
         rig.call("scancel", "--me")
-        wait_until(lambda: not rig.call("squeue", "--noheader"), "an empty queue", explain=rig.tell)
+        wait_until(
+            lambda: not rig.call("squeue", "--noheader"),
+            "an empty queue",
+            explain=rig.describe_logs,
+        )
 
 
 def block(rig: SlurmRig, node: str, *, gpus: int = 2, seconds: int = 600) -> str:
@@ -84,7 +88,9 @@ def test_a_run_that_waits_in_the_queue_is_pending_with_the_reason_and_can_be_sto
     status = executor.status(run)
     assert status.is_waiting
     wait_until(
-        lambda: "Resources" in executor.status(run).reason, "it waits for devices", explain=rig.tell
+        lambda: "Resources" in executor.status(run).reason,
+        "it waits for devices",
+        explain=rig.describe_logs,
     )
     assert not executor.status(run).held
     assert (
@@ -126,10 +132,12 @@ def test_nodes_are_powered_up_and_down_as_they_are_wanted(rig: SlurmRig) -> None
     def awake() -> set[str]:
         return {node.name for node in executor.nodes()} - {"n1", "n2", "n3"}
 
-    wait_until(lambda: awake() == {"c1"}, "c1 is there", explain=rig.tell)
+    wait_until(lambda: awake() == {"c1"}, "c1 is there", explain=rig.describe_logs)
     executor.scale("gpu", 0)
-    wait_until(lambda: not awake(), "c1 is gone", explain=rig.tell)
-    wait_until(lambda: executor.reserves()[0].awake == 0, "all sleep again", explain=rig.tell)
+    wait_until(lambda: not awake(), "c1 is gone", explain=rig.describe_logs)
+    wait_until(
+        lambda: executor.reserves()[0].awake == 0, "all sleep again", explain=rig.describe_logs
+    )
 
 
 @pytest.mark.long
@@ -146,7 +154,11 @@ def test_a_run_grows_onto_nodes_that_wake_for_it_and_they_sleep_afterwards(
     assert executor.reserves()[0].awake == 2
     assert lifecycle.change_placement(run, N1).how == "live"
     await_workers(run, 1)
-    wait_until(lambda: executor.reserves()[0].awake == 0, "the nodes sleep again", explain=rig.tell)
+    wait_until(
+        lambda: executor.reserves()[0].awake == 0,
+        "the nodes sleep again",
+        explain=rig.describe_logs,
+    )
     assert {"resume c1", "resume c2", "suspend c1", "suspend c2"} <= {*rig.power_log()}
     lifecycle.stop(run)
     check_samples(run)
@@ -169,7 +181,7 @@ def test_a_preempted_run_saves_and_goes_on_by_itself_when_its_devices_are_free_a
     await_step(run, saved + 5)
     assert lifecycle.stop(run).state == "stopped"
     check_samples(run)
-    resumed = [each.resumed_from_step for each in told(run, StateChanged)]
+    resumed = [each.resumed_from_step for each in events_of(run, StateChanged)]
     assert saved in resumed  # nothing was done twice
 
 
@@ -180,10 +192,10 @@ def test_a_preempted_part_of_a_run_leaves_it_with_notice(rig: SlurmRig, run: Run
     await_workers(run, 3)
     blocker = block(rig, "n2")
     await_workers(run, 1)
-    faults = [fault.cause for fault in told(run, WorkerLost)]
+    faults = [fault.cause for fault in events_of(run, WorkerLost)]
     assert faults == ["left", "left"]
     rig.call("scancel", blocker)
-    await_(run, lambda: len(told(run, WorkerGroupFormed)[-1].ranks) == 3, "it is back")
+    await_(run, lambda: len(events_of(run, WorkerGroupFormed)[-1].ranks) == 3, "it is back")
     lifecycle.stop(run)
     check_samples(run)
 
@@ -233,7 +245,7 @@ def test_asynchronous_workers_are_on_several_nodes_and_come_and_go(
     await_(run, lambda: executor.status(run).held == fewer, "the devices to be given back")
     lifecycle.stop(run)
     check_samples(run)
-    assert told(run, WorkerLost) == []
+    assert events_of(run, WorkerLost) == []
 
 
 @pytest.mark.long

@@ -120,14 +120,14 @@ def test_ctrl_c_lets_it_rest_and_the_same_command_goes_on(
         process.communicate()
     assert process.returncode == 130, err
     assert "stopping: trials save and hold" in out
-    assert "go on with: yunlu tune --resume toys" in out
+    assert "resume with: yunlu tune --resume toys" in out
     told = document(capsys, "study", "show", "toys")
     assert told["state"] == "stopped"
     held = [each for each in told["trials"] if each["state"] == "held"]
     assert held
     answer = tune(*words)
     assert answer.code == 0, answer.err
-    assert "goes on after" in answer.out
+    assert "continues after" in answer.out
     again = document(capsys, "study", "show", "toys")
     assert [each["state"] for each in again["trials"]] == ["done"] * 3
     for before in held:  # the very runs, from where they were
@@ -153,7 +153,7 @@ def test_a_study_can_be_stopped_from_elsewhere(
     other.join()
     assert codes == [0]
     assert answer.code == 0
-    assert "toys is stopped; go on with: yunlu tune --resume toys" in answer.out
+    assert "toys is stopped; resume with: yunlu tune --resume toys" in answer.out
     assert document(capsys, "study", "show", "toys")["state"] == "stopped"
     assert main(["study", "stop", "toys"]) == 0
     assert "is not running" in capsys.readouterr().out

@@ -206,7 +206,7 @@ def test_pruned_trials_end_at_once_and_lose_their_checkpoints(own_home: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [pytest.param("none", marks=pytest.mark.long), "asha"])
-def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
+def test_a_study_runner_killed_repeatedly_loses_no_trial_and_runs_none_twice(
     own_home: Path, stop: str
 ) -> None:
     draw, trials = random.Random(int(os.environ.get("YUNLU_SEED", "4"))), 5
@@ -214,19 +214,19 @@ def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
     status = StudyDir(own_home / "studies" / "killed").status
     code = None
     for kill in range(KILLS + 1):
-        conductor = subprocess.Popen(
+        runner = subprocess.Popen(
             [sys.executable, toy_study.__file__, "killed", str(trials), stop],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         try:
             if kill < KILLS:
-                wait_for_change(status, conductor)
+                wait_for_change(status, runner)
                 time.sleep(draw.uniform(0, 1.5))  # a moment to die at, whatever happens then
-                conductor.send_signal(signal.SIGKILL)
-            code = conductor.wait()
+                runner.send_signal(signal.SIGKILL)
+            code = runner.wait()
         finally:
-            conductor.kill()
-            conductor.wait()
+            runner.kill()
+            runner.wait()
     assert code == 0
     view = read_view("killed")
     assert view.state == "finished"
@@ -244,7 +244,7 @@ def test_a_conductor_killed_again_and_again_loses_no_trial_and_runs_none_twice(
         assert [f.curve for f in view.trials] == [f.curve for f in whole.trials]
 
 
-def test_a_second_conductor_is_refused() -> None:
+def test_a_second_study_runner_is_refused() -> None:
     study = Study(toy_job(trials=1), name="mine")
     with study.records.dir.locked_by_runner(), pytest.raises(StudyError, match="another process"):
         optimize(study)

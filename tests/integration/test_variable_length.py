@@ -128,7 +128,7 @@ def test_batches_by_length_go_on_after_a_stop_and_pad_less() -> None:
     assert share("bucket") < share("pad")
 
 
-def test_the_padding_that_was_foretold_is_the_padding_there_is() -> None:
+def test_the_predicted_padding_is_the_measured_one() -> None:
     task, splits, _ = load("seq2seq", OWN, "synthetic:dates")
     lengths = lengths_of(splits.train)
     assert lengths is not None

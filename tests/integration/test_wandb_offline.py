@@ -15,7 +15,7 @@ from yunlu.core.settings import worker_environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIFE = """
+ATTEMPT = """
 import sys
 from pathlib import Path
 from yunlu.runs.home import open_run
@@ -32,7 +32,7 @@ thread.finish(state="finished", summary={"test/accuracy": 0.9})
 """
 
 
-def test_two_lives_become_one_wandb_run_with_every_step(tmp_path: Path) -> None:
+def test_two_attempts_become_one_wandb_run_with_every_step(tmp_path: Path) -> None:
     run = tmp_path / "digits-1"
     run.mkdir()
     for arguments in (["no", "1", "40"], ["yes", "31", "60"]):
@@ -76,7 +76,7 @@ def _live(
     environment = {k: v for k, v in worker_environment().items() if not k.startswith("WANDB_")}
     environment |= {"HOME": str(run.parent), "WANDB_ERROR_REPORTING": "false", **variables}
     return subprocess.run(
-        [sys.executable, "-c", LIFE, str(run), *arguments],
+        [sys.executable, "-c", ATTEMPT, str(run), *arguments],
         env=environment,
         cwd=run.parent,
         stdin=terminal if terminal is not None else subprocess.DEVNULL,

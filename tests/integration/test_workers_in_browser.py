@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home, addresses = tmp_path_factory.mktemp("runs"), dict[str, str]()
-    for kind in ("write_crew", "write_staged"):
+    for kind in ("write_group_run", "write_staged"):
         run = RUNS[kind](home / kind)
         write_report(run)
         addresses[kind] = (run.path / Document.REPORT_PAGE).as_uri()
@@ -46,7 +46,7 @@ def page(browser: Browser, addresses: dict[str, str]) -> Iterator[Page]:
     page, complaints = browser.new_page(viewport={"width": 1280, "height": 900}), list[str]()
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(addresses["write_crew"])
+    page.goto(addresses["write_group_run"])
     yield page
     assert complaints == []
     page.close()
@@ -82,7 +82,7 @@ def test_bars_begin_at_one_line(page: Page) -> None:
     assert len(lefts) == 1
 
 
-@pytest.mark.parametrize("kind", ["write_crew", "write_staged"])
+@pytest.mark.parametrize("kind", ["write_group_run", "write_staged"])
 @pytest.mark.parametrize("language", ["English", "中文"])
 def test_a_phone_shows_it_without_scrolling_sideways(
     browser: Browser, addresses: dict[str, str], kind: str, language: str

@@ -1,7 +1,7 @@
 """A worker that trains nothing, in real processes and real run directories: trials by the dozen.
 
-``python toy_trial.py RUN_DIR`` lives one life of a run: it keeps to the protocol of the real worker
-(lock, life, plan, evaluations, checkpoints, the gate) and needs no torch.
+``python toy_trial.py RUN_DIR`` makes one attempt of a run: it keeps to the protocol of the real worker
+(lock, attempt, plan, evaluations, checkpoints, the gate) and needs no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def loss_of(lr: float, rung: int) -> float:
 
 
 class ToyTrial:
-    """One life; the files say where the last one stopped."""
+    """One attempt; the files say where the last one stopped."""
 
     def __init__(self, run: RunStore) -> None:
         self.run = run
@@ -61,10 +61,10 @@ class ToyTrial:
 
     def live(self) -> None:
         run = self.run
-        lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
+        attempts = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
         started_at = psutil.Process().create_time()
         run.emit(
-            AttemptStarted(number=lives + 1, pid=os.getpid(), process_started_at=started_at,
+            AttemptStarted(number=attempts + 1, pid=os.getpid(), process_started_at=started_at,
             began_at=started_at,
         ))  # fmt: skip
         self.move("planning")

@@ -120,7 +120,7 @@ def test_the_text_is_the_same_each_time_and_parts_are_not() -> None:
 
 
 def test_the_entropy_is_that_of_the_words() -> None:
-    """Counted: how well the word before foretells a word, in a long text."""
+    """Counted: how well the word before predicts a word, in a long text."""
     work = Workload(words=6)
     words = make_text(work, 8000, part=0).decode().split(" ")[:-1]
     pairs = Counter(pairwise(words))
@@ -132,7 +132,7 @@ def test_the_entropy_is_that_of_the_words() -> None:
 
 def test_what_was_chosen_among_stragglers_is_told_with_its_prediction() -> None:
     told = {"chosen": "direct int4", "predicted": {"step_s": 0.25964}}
-    assert _show_choice(told) == "direct int4 (0.260 s foretold)"
+    assert _show_choice(told) == "direct int4 (0.260 s predicted)"
     assert _show_choice({"chosen": "all-reduce"}) == "all-reduce"  # on one host nothing is measured
 
 

@@ -25,7 +25,7 @@ from benchmarks.faults_parts.journal import Journal, Pen, Step
 from benchmarks.faults_parts.processes import Processes, is_alive
 from benchmarks.faults_parts.trials import TRIALS, Outcome
 from benchmarks.faults_parts.workload import Workload, make_text, read_blocks
-from benchmarks.faults_parts.yunlu_crew import RunJournal, make_job
+from benchmarks.faults_parts.yunlu_contender import RunJournal, make_job
 from benchmarks.parallel_parts import figures as parallel
 from benchmarks.parallel_parts.rounds import cpu_seconds
 from benchmarks.parallel_parts.workload import LAYOUTS, MICRO_BATCH
@@ -44,17 +44,17 @@ WORKLOAD = Workload(samples=32, batch=4, length=8)
 
 
 def done(
-    step: int, at: float, *, crew: str = "a", size: int = 2, share: slice = slice(None)
+    step: int, at: float, *, group: str = "a", size: int = 2, share: slice = slice(None)
 ) -> Step:
     samples = tuple(WORKLOAD.samples_of(step)[share])
-    return Step(step=step, at=at, crew=crew, size=size, samples=samples)
+    return Step(step=step, at=at, group=group, size=size, samples=samples)
 
 
-def test_what_the_hurt_crew_still_completes_is_no_recovery() -> None:
-    steps = [done(0, 1.0), done(1, 2.01), done(2, 7.0, crew="b", size=1), done(3, 9.0, crew="c")]
-    assert next_step(steps, after=2.0, crew="a") == steps[2]
-    assert next_of_size(steps, after=2.0, size=2, crew="a") == steps[3]
-    assert next_step(steps[:2], after=2.0, crew="a") is None
+def test_steps_of_the_group_that_was_hurt_are_no_recovery() -> None:
+    steps = [done(0, 1.0), done(1, 2.01), done(2, 7.0, group="b", size=1), done(3, 9.0, group="c")]
+    assert next_step(steps, after=2.0, group="a") == steps[2]
+    assert next_of_size(steps, after=2.0, size=2, group="a") == steps[3]
+    assert next_step(steps[:2], after=2.0, group="a") is None
 
 
 def test_the_longest_pause_counts_the_wait_before_the_first_and_after_the_last_step() -> None:
@@ -64,20 +64,20 @@ def test_the_longest_pause_counts_the_wait_before_the_first_and_after_the_last_s
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=8))
-def test_a_crew_that_goes_back_does_steps_again_but_loses_no_sample(
-    lives: list[tuple[int, int]],
+def test_a_group_that_goes_back_repeats_steps_but_loses_no_sample(
+    attempts: list[tuple[int, int]],
 ) -> None:
     steps: list[Step] = []
     reached, again = 0, 0
-    for life, (length, back) in enumerate(lives):
-        start = max(0, reached - back) if life else 0
+    for attempt, (length, back) in enumerate(attempts):
+        start = max(0, reached - back) if attempt else 0
         again += reached - start
         steps += [
-            done(start + index, len(steps) + index, crew=str(life)) for index in range(length)
+            done(start + index, len(steps) + index, group=str(attempt)) for index in range(length)
         ]
         reached = start + length
     steps = [
-        Step(step=each.step, at=float(at), crew=each.crew, size=2, samples=each.samples)
+        Step(step=each.step, at=float(at), group=each.group, size=2, samples=each.samples)
         for at, each in enumerate(steps)
     ]
     found = account(steps, WORKLOAD.samples_of)
@@ -88,7 +88,7 @@ def test_shares_add_up_and_a_missing_one_is_a_loss() -> None:
     halves = slice(0, None, 2), slice(1, None, 2)
     steps = [done(0, 1.0, share=halves[0]), done(0, 1.1, share=halves[1])]
     assert account(steps, WORKLOAD.samples_of).lost == 0
-    alone = [*steps, done(1, 2.0, crew="b", size=1, share=halves[0])]
+    alone = [*steps, done(1, 2.0, group="b", size=1, share=halves[0])]
     assert account(alone, WORKLOAD.samples_of).lost == 2
     # A step that nobody has done is lost whole, and one that came twice is seen twice.
     assert account([*steps, done(2, 3.0)], WORKLOAD.samples_of).lost == 4
@@ -98,7 +98,7 @@ def test_shares_add_up_and_a_missing_one_is_a_loss() -> None:
 def test_effective_time_loses_what_passes_until_a_new_step() -> None:
     steps = [done(step, float(step)) for step in range(11)]  # one a second, until 10
     # Killed at 10; goes on from step 6 at 15, and has new ground at 19.
-    steps += [done(6 + index, 15.0 + index, crew="b") for index in range(16)]
+    steps += [done(6 + index, 15.0 + index, group="b") for index in range(16)]
     share = effective_share(steps, faults=[10.0], began_at=0.0, ended_at=30.0)
     assert share == pytest.approx(1 - (20.0 - 10.0 - 1.0) / 30.0)
     assert effective_share(steps, faults=[], began_at=0.0, ended_at=30.0) == 1.0
@@ -107,13 +107,13 @@ def test_effective_time_loses_what_passes_until_a_new_step() -> None:
     assert again == pytest.approx(share)
 
 
-def test_step_times_are_taken_within_a_crew() -> None:
+def test_step_times_are_taken_within_a_group() -> None:
     steps = [
         done(0, 0.0),
         done(1, 2.0),
         done(1, 2.5),
-        done(2, 9.0, crew="b"),
-        done(3, 10.0, crew="b"),
+        done(2, 9.0, group="b"),
+        done(3, 10.0, group="b"),
     ]
     assert sorted(step_times(steps)) == [1.0, 2.0]
 
@@ -190,9 +190,9 @@ def test_a_journal_reads_on_and_leaves_half_a_line_for_later(tmp_path: Path) -> 
     journal.refresh()
     pen = Pen(path)
     pen.start(0)
-    pen.complete(4, crew="7", size=2, samples=[1, 2])
+    pen.complete(4, group="7", size=2, samples=[1, 2])
     with path.open("a") as file:
-        file.write('{"step": 5, "crew"')
+        file.write('{"step": 5, "group"')
     journal.refresh()
     journal.refresh()
     assert [(step.step, step.samples) for step in journal.steps] == [(4, (1, 2))]
@@ -212,7 +212,7 @@ def test_a_run_directory_is_read_as_a_journal(tmp_path: Path) -> None:
     journal.follow(tmp_path)
     journal.refresh()
     (step,) = journal.steps
-    assert (step.step, step.crew, step.size) == (0, "3", 2)
+    assert (step.step, step.group, step.size) == (0, "3", 2)
     assert [worker.rank for worker in journal.workers] == [1]
 
 

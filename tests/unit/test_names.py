@@ -19,6 +19,8 @@ RETIRED = re.compile(
     re.IGNORECASE,
 )
 """Private words of earlier versions; the glossary has the field's word for each."""
+TEST_WORDS = {"rig", "rigs"}
+"""In tests and benchmarks a rig is what the word says: a test set-up."""
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -48,3 +50,19 @@ def test_no_room_uses_a_retired_word(room: str) -> None:
 def test_no_page_uses_a_retired_word(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if RETIRED.search(line)]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts", "tests"])
+def test_no_test_or_benchmark_uses_a_retired_word(folder: str) -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".py", ".md", ".yaml"}
+        and path.name not in {"test_names.py", "house_figures.py"}
+        for number, line in enumerate(
+            [str(path.relative_to(ROOT)), *path.read_text(encoding="utf-8").splitlines()]
+        )
+        for word in RETIRED.findall(line.replace("_", " "))
+        if word.lower() not in TEST_WORDS
+    }
+    assert not found

@@ -74,9 +74,9 @@ def main() -> None:
         optimizer.step()  # applied only where all who took part agree
         taking_part = manager.is_participating()
         if manager.current_step() > step and taking_part:
-            crew = str(manager._quorum_id)
+            quorum = str(manager._quorum_id)
             size = manager.num_participants()
-            pen.complete(manager.current_step() - 1, crew=crew, size=size, samples=samples)
+            pen.complete(manager.current_step() - 1, group=quorum, size=size, samples=samples)
 
 
 def average(manager: Any, model: nn.Module) -> None:

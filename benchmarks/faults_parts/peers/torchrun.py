@@ -37,7 +37,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            pen.complete(step, crew=str(os.getpid()), size=size, samples=samples)
+            pen.complete(step, group=str(os.getpid()), size=size, samples=samples)
         step += 1
         if rank == 0 and step % training.workload.checkpoint_every == 0:
             _save(checkpoint, step, training.model, optimizer)

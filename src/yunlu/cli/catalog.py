@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _FEW = 20
 _FEW_OF_DEVICE = 10
-_DIM = "dim: a network that is assumed; a spot price at the cloud's floor, which may not be had"
+_DIM = (
+    "dim: a network that is assumed; a spot price at the cloud's floor, which may not be available"
+)
 catalog = App(
     name="catalog",
     help="List devices and what they cost; add prices, machines, devices.",
@@ -75,7 +77,9 @@ def list_catalog(
         return 0
     if not any((gpu, cloud, region, spot, max_price, all)):
         console.print(indented(summary_table(client.offered_devices())))
-        console.print(" yunlu catalog --gpu NAME lists offers; show NAME tells more", style="dim")
+        console.print(
+            " yunlu catalog --gpu NAME lists offers; show NAME shows details", style="dim"
+        )
         return 0
     shown = offers if all else _cheapest_places(offers)[:_FEW]
     console.print(indented(offers_table(shown, spot=spot)))
@@ -204,7 +208,7 @@ def _list_devices(client: Client, gpu: str | None, *, json: bool) -> int:
 
     console = make_console()
     console.print(indented(devices_table(devices)))
-    console.print(" yunlu catalog show NAME tells where each figure is from", style="dim")
+    console.print(" yunlu catalog show NAME shows the source of each figure", style="dim")
     return 0
 
 

@@ -160,7 +160,7 @@ def down(*, stop_jobs: bool = False, json: bool = False) -> int:
     if json:
         print_value(ended)
         return 0
-    runs = "runs save and stop, and stay queued" if stop_jobs else "runs go on"
+    runs = "runs save and stop, and stay queued" if stop_jobs else "runs continue"
     make_console().print(f" down; {runs}" if ended.was_up else " no pool was up")
     return 0
 

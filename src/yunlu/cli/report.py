@@ -54,5 +54,5 @@ def _write_page(page: ReportPage, target: Path) -> None:
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",
-            hint=f"It lies in {page.location}.",
+            hint=f"It is in {page.location}.",
         ) from error

@@ -76,7 +76,7 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
         way = f"yunlu tune --resume {view.name}"
         if view.is_external:
             way = f"yunlu.Study(name={view.name!r}), in the program that tells of its trials"
-        console.print(f" go on with: {way}", style="yellow")
+        console.print(f" resume with: {way}", style="yellow")
     return 0
 
 
@@ -145,10 +145,10 @@ def stop(name: str = "last", /) -> int:
     with console.status(f"stopping {name}: its trials save and hold"):
         stopped = default_client().stop_study(name)
     if not stopped.was_running:
-        console.print(f" {stopped.name} is not running: nobody conducts it")
+        console.print(f" {stopped.name} is not running: no process runs it")
         for run in stopped.active_runs:
             console.print(f" its trial still runs: yunlu stop {run}", style="yellow")
         return 0
-    again = f"yunlu tune --resume {stopped.name} goes on"
+    again = f"yunlu tune --resume {stopped.name} resumes it"
     console.print(f" [yellow]■ stopped[/]  {stopped.name}; {again}")
     return 0

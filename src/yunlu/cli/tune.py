@@ -183,7 +183,7 @@ def _print_head(console: Console, start: StudyStart) -> None:
     view = start.view
     _print_title(console, view.name, len(view.dimensions), start.devices)
     if view.trials:
-        console.print(f" goes on after {len(view.trials)} trials", style="dim")
+        console.print(f" continues after {len(view.trials)} trials", style="dim")
     elif view.forecast:
         print_block(console, forecast_block(view.forecast))
     console.print()
@@ -222,7 +222,7 @@ def _conclude(result: StudyResult, console: Console | None, *, is_interrupted: b
         if result.report is not None:
             console.print(f" page    {result.report}", style="dim", soft_wrap=True)
     if view.state == "stopped":
-        text = f"{view.name} is stopped; go on with: yunlu tune --resume {view.name}"
+        text = f"{view.name} is stopped; resume with: yunlu tune --resume {view.name}"
         if console is None:
             sys.stderr.write(f"{text}\n")
         else:

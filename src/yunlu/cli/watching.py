@@ -112,7 +112,7 @@ def _conclude(client: Client, run: str, console: Console | None) -> int:
         return 0
     if console is not None:
         where = f" at step {ended.step}" if ended.step else ""
-        console.print(f" stopped{where}; go on with: yunlu resume {run}", style="yellow")
+        console.print(f" stopped{where}; resume with: yunlu resume {run}", style="yellow")
     return STOPPED_CODE
 
 

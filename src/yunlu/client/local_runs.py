@@ -128,7 +128,7 @@ class LocalRuns:
         group = read_worker_group(run)
         if group is None:
             raise StoreError(
-                f"{run.address}, where the run lies, cannot be read on this machine",
+                f"{run.address}, the directory of the run, cannot be read on this machine",
                 hint="share it between the machines, at the same path and for the same user",
             )
         node = name or f"{socket.gethostname()}-{os.getpid()}"

@@ -80,23 +80,6 @@ def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
                 yield record, offset
 
 
-def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
-    """The last whole record of a log; none where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(file.tell() - tail_bytes, 0))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines[:-1]):  # what follows the last line's end is torn
-        try:
-            return json.loads(line)
-        except ValueError:
-            continue
-    return None
-
-
 def _ends_torn(path: Path) -> bool:
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:

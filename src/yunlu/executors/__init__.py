@@ -1,1 +1,1 @@
-"""Executors start workers: on this machine, Slurm or Ray, behind one door, ``executor.Executor``."""
+"""Executors start workers on this machine, Slurm or Ray, behind one protocol, ``executor.Executor``."""

@@ -24,21 +24,21 @@ PREFIX = "yunlu-"
 
 @cache
 def find_kind() -> Kind:
-    """The best that this machine allows us: a quota of time, else a set of cores."""
+    """The best kind of limit available here: a CPU quota, else CPU affinity."""
     if can_hold(home_v2(), "cpu.max"):
         return "cgroup v2"
     return "cgroup v1" if can_hold(_home_v1(), "cpu.cfs_quota_us") else "affinity"
 
 
 def limit(run_id: str, pid: int, *, cpus: float) -> None:
-    """Let a process, and what it starts from now on, have so many processors' time."""
+    """Limit the CPU time of a process and of its future children."""
     kind = find_kind()
-    with suppress(OSError, psutil.NoSuchProcess):  # without a limit it runs all the same
+    with suppress(OSError, psutil.NoSuchProcess):  # it runs without a limit
         if kind == "affinity":
             _pin(pid, cpus)
             return
         group = group_of(run_id)
-        for _ in range(2):  # an empty group may be swept away before anybody stands in it
+        for _ in range(2):  # an empty cgroup may be removed before a process is in it
             with suppress(FileNotFoundError):
                 group.mkdir(exist_ok=True)
                 _write_quota(group, cpus)
@@ -47,7 +47,7 @@ def limit(run_id: str, pid: int, *, cpus: float) -> None:
 
 
 def change(run_id: str, pid: int, *, cpus: float) -> None:
-    """Another share for a run that has one."""
+    """Change the limit of a run."""
     with suppress(OSError, psutil.NoSuchProcess):
         if find_kind() == "affinity":
             for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
@@ -58,20 +58,20 @@ def change(run_id: str, pid: int, *, cpus: float) -> None:
 
 
 def forget(run_id: str) -> None:
-    """Remove the limit of a run that is over; one that still has processes stays."""
+    """Remove the limit of a run that is over, unless it still has processes."""
     if find_kind() != "affinity":
         with suppress(OSError):
             group_of(run_id).rmdir()
 
 
 def sweep(keep: Callable[[Path], bool] = lambda _: False) -> None:
-    """Remove the limits of all runs that are over, whoever forgot to, but for those to ``keep``."""
+    """Remove the limits of all runs that are over, except those in ``keep``."""
     if find_kind() != "affinity":
         sweep_home(group_of("").parent, keep)
 
 
 def sweep_home(home: Path, keep: Callable[[Path], bool]) -> None:
-    """Remove groups of ours in which nobody stands."""
+    """Remove cgroups of ours without processes."""
     for group in home.glob(f"{PREFIX}*"):
         if not keep(group):
             with suppress(OSError):
@@ -79,14 +79,14 @@ def sweep_home(home: Path, keep: Callable[[Path], bool]) -> None:
 
 
 def group_of(run_id: str) -> Path:
-    """The control group of a run; only where there are such."""
+    """Cgroup of a run; None where cgroups are not used."""
     home = home_v2() if find_kind() == "cgroup v2" else _home_v1()
     return home / f"{PREFIX}{run_id}"
 
 
 def home_v2() -> Path:
-    """Where groups of version 2 are made."""
-    # Processes may only stand in leaves: our own group cannot be the parent of another.
+    """Parent directory of cgroups, version 2."""
+    # Processes may only be in leaf cgroups: our own cgroup cannot be a parent.
     own = own_group("")
     return (_V2 / own).parent if own else _V2
 
@@ -97,7 +97,7 @@ def _home_v1() -> Path:
 
 
 def own_group(controller: str) -> str:
-    """The group of this process, of version 2 where no controller is named."""
+    """Cgroup of this process; version 2 if no controller is named."""
     with suppress(OSError):
         for line in _OWN.read_text().splitlines():
             _, names, path = line.split(":", 2)
@@ -107,7 +107,7 @@ def own_group(controller: str) -> str:
 
 
 def can_hold(home: Path, file: str) -> bool:
-    """Whether we may make groups there, and set this limit of them."""
+    """Whether cgroups can be created there with this limit."""
     trial = home / f"{PREFIX}trial-{os.getpid()}"
     try:
         trial.mkdir()
@@ -132,13 +132,13 @@ def _write_quota(group: Path, cpus: float) -> None:
 
 
 def _weigh(file: Path, weight: float, *, least: int, most: int) -> None:
-    """A group counts as one process: without this, four shares of a busy machine are worth one."""
-    with suppress(OSError):  # the quota holds without it
+    """Weight: a cgroup counts as one process, so four shares of a busy machine would get the time of one."""
+    with suppress(OSError):  # the quota works without it
         file.write_text(str(min(max(round(weight), least), most)))
 
 
 def _pin(pid: int, cpus: float) -> None:
-    """So many cores, as many as there are to choose from; which ones depends on the process."""
+    """Pin to so many cores, at most all; which ones depends on the process."""
     cores = sorted(os.sched_getaffinity(os.getpid()))
     count = max(1, min(len(cores), round(cpus)))
     first = pid % len(cores)

@@ -1,4 +1,4 @@
-"""``Executor``: the door to places that run jobs, and its values.
+"""``Executor``: the protocol of backends that run jobs, and its values.
 
 A run's *placement* is realised by *leases*: one process tree on one node, with some of its devices.
 The first lease, the lead, supervises the run; the others join it. A run grows and shrinks as leases
@@ -23,71 +23,71 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 SPOT = "-spot"
-"""What the names of spot machines end with."""
+"""Suffix of the names of spot nodes."""
 GROUP = "yunlu.executors"
-"""Executors are found by this entry point: a class that is made from an address."""
+"""Entry point group of executors: a class that is constructed from an address."""
 
 
 class ExecutorError(YunluError):
-    """A cluster is absent, refuses, or does not answer; its own words are in the message."""
+    """A cluster is absent, refuses, or does not answer; the message quotes it."""
 
     code = "executor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What may be expected of an executor; a contract test holds it to that."""
+    """Capabilities of an executor, verified by its contract test."""
 
     resizes_live: bool = True
-    """A running run can get more or fewer devices without being stopped."""
+    """A running run can get more or fewer devices without a restart."""
     moves_lead: bool = False
-    """Even the devices that a run started with can be taken away live."""
+    """Even the devices of the lead lease can be taken away live."""
     queues: bool = False
-    """The cluster has a queue of its own: a run that was started may have to wait there."""
+    """The cluster has its own queue: a started run may wait there."""
     requeues: bool = False
-    """The cluster itself starts again what it preempted."""
+    """The cluster restarts what it preempted."""
     scales: bool = False
-    """Nodes can be asked for and given back: it is a ``NodeScaling`` too."""
+    """Nodes can be requested and released: it is a ``NodeScaling`` too."""
     limits: str = ""
-    """How a run is kept to its devices, in words; empty where it is not."""
+    """How a run is limited to its devices, as text; empty where it is not."""
 
 
 class LeaseState(StrEnum):
-    """Where a lease stands."""
+    """State of a lease."""
 
-    WAITING = "waiting"  # in the cluster's queue, or its node is still being made
+    WAITING = "waiting"  # in the cluster's queue, or its node is still booting
     RUNNING = "running"
-    LEAVING = "leaving"  # not wanted any more, and not yet gone
+    LEAVING = "leaving"  # no longer wanted, and not yet gone
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatus:
-    """One lease as the executor sees it now."""
+    """Current status of one lease."""
 
     lease: Lease
     state: LeaseState
     reason: str = ""
-    """Why it waits, or why it is gone; in words, the cluster's own included."""
+    """Why it waits or is gone, including the cluster's message."""
     node: str = ""
-    """Where it runs; it may not be where it was wanted."""
+    """Its actual node; may differ from the requested one."""
     has_lost_node: bool = False
-    """Whether it is gone because its machine is, as far as that is known: the cluster may notice later."""
+    """Whether it is gone because its node is, where known: the cluster may notice later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run as its executor sees it now."""
+    """Current status of a run at its executor."""
 
     leases: tuple[LeaseStatus, ...] = ()
     wanted: Placement = NOTHING
-    """What it was last given."""
+    """Placement it was last given."""
     workers: int = 0
-    """That train at this moment."""
+    """Workers that train now."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything of it runs, or waits to."""
+        """Whether any process of it runs, or waits to start."""
         return any(lease.state is not LeaseState.GONE for lease in self.leases)
 
     @property
@@ -98,7 +98,7 @@ class RunStatus:
 
     @property
     def held(self) -> Placement:
-        """Devices that are taken, those of leases that are on their way out included."""
+        """Devices in use, including those of leases that are leaving."""
         held: dict[str, int] = {}
         for lease in self.leases:
             if lease.state in {LeaseState.RUNNING, LeaseState.LEAVING}:
@@ -117,7 +117,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeResult:
-    """What became of a wish for other devices."""
+    """Result of a resize request."""
 
     how: Literal["live", "restart", "later"]
     """``restart``: only by stopping the run and starting it again; ``later``: it is just changing.
@@ -126,7 +126,7 @@ class ResizeResult:
 
 
 class Executor(Protocol):
-    """A place that runs jobs. Made from its address; asks the cluster anew at every call.
+    """Runs jobs. Constructed from its address; queries the cluster at every call.
 
     What it knows of a run lies in the run's ``leases.json`` and ``lease_events.jsonl``; another
     process, or the same after a crash, goes on from there.
@@ -134,18 +134,18 @@ class Executor(Protocol):
 
     name: str
     address: str
-    """What makes it again: ``local``, ``slurm://spot``, ``ray://head:10001``."""
+    """Address that opens it: ``local``, ``slurm://spot``, ``ray://head:10001``."""
 
     def capabilities(self) -> Capabilities:
-        """What may be expected of it."""
+        """Its capabilities."""
         ...
 
     def nodes(self) -> tuple[Node, ...]:
-        """Machines that are there now, with the devices that runs of ours may hold."""
+        """Nodes that are up, with the devices that our runs may hold."""
         ...
 
     def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
-        """Give a run devices for a new life; what is left of an earlier life is ended first.
+        """Give a run devices for a new attempt; what is left of an earlier attempt is killed first.
 
         The caller holds the run's launch lock, and has made it pending.
 
@@ -161,63 +161,63 @@ class Executor(Protocol):
         ...
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """Ask a run to save and stop, or end it at once. Does not wait; may be said again."""
+        """Ask a run to save and stop, or kill it at once. Does not wait; may be repeated."""
         ...
 
     def status(self, run: RunStore) -> RunStatus:
-        """How it stands. What changed since the last look is added to the run's happenings."""
+        """Status of a run. Changes since the last call are appended to its lease events."""
         ...
 
     def logs(self, run: RunStore) -> tuple[str, ...]:
-        """Files with what its processes printed, the lead's first."""
+        """Output files of its processes, the lead's first."""
         ...
 
     def events(self, run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
-        """What happened to its leases, from a byte offset on, each with the offset after it."""
+        """Lease events from a byte offset on, each with the offset after it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Nodes of one kind that can be had."""
+    """Nodes of one kind that can be requested."""
 
     type: str
-    """Of its devices."""
+    """Device type."""
     devices: int
-    """Of each."""
+    """Devices per node."""
     awake: int
-    """Of these nodes, how many are there, or on their way."""
+    """Number of these nodes that are up or booting."""
     most: int
     nodes: tuple[str, ...] = ()
-    """Names of those that are there, where that is known: others of the type may be there anyway."""
+    """Names of the nodes that are up, where known: others of the type may be permanent."""
     waking: tuple[str, ...] = ()
-    """Those of them that are still on their way, where they can be named in a placement already."""
+    """Those that are booting and can already be named in a placement."""
     sleeping: tuple[str, ...] = ()
-    """Those that are not there but may be named in a placement: that wakes them."""
+    """Those that are off but can be named in a placement, which boots them."""
     is_spot: bool = False
-    """Whether they may be taken away at any time, for less money."""
+    """Whether they are spot nodes, which can be preempted at any time."""
 
     @property
     def kind(self) -> str:
-        """What it is called: of one type there may be spot machines and others."""
+        """Name of the kind: one type may have spot and on-demand nodes."""
         return name_kind(self.type, is_spot=self.is_spot)
 
 
 def name_kind(node_type: str, *, is_spot: bool) -> str:
-    """Machines of one type and market: ``a100``, ``a100-spot``."""
+    """Kind of nodes of one type and market: ``a100``, ``a100-spot``."""
     return f"{node_type}{SPOT}" if is_spot else node_type
 
 
 @runtime_checkable
 class NodeScaling(Protocol):
-    """An executor whose nodes come and go."""
+    """An executor whose nodes can be requested and released."""
 
     def reserves(self) -> tuple[Reserve, ...]:
-        """What can be had, and what of it is."""
+        """Nodes that can be requested, and how many are up."""
         ...
 
     def scale(self, kind: str, nodes: int) -> None:
-        """Have so many nodes of a kind (``Reserve.kind``), beyond those that are always there.
+        """Set the number of nodes of a kind (``Reserve.kind``), beyond the permanent ones.
 
         A node on which something runs is never taken; nor does this wait until they are there.
         """

@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 _LEAVE_S = 120.0
-"""A lease that was sent away has so long for its last step."""
+"""Seconds that a leaving lease has for its last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedLeases:
-    """A lease as the cluster shows it."""
+    """A lease as the cluster reports it."""
 
     handle: str
     state: LeaseState
     reason: str = ""
     node: str = ""
     has_lost_node: bool = False
-    """Whether it is gone because its machine is."""
+    """Whether it is gone because its node is."""
 
 
 class LeasedExecutor(ABC):
-    """An executor whose cluster can start a program somewhere, list what it started, and end it.
+    """An executor whose cluster can start a program, list what it started, and kill it.
 
     The program is ``python -m yunlu.executors.lease_runner RUN_DIR LEASE``: it supervises the run or
     joins it, and leaves when the record says that its lease is not wanted any more.
@@ -74,19 +74,19 @@ class LeasedExecutor(ABC):
 
     @abstractmethod
     def submit(self, run: RunStore, lease: Lease, *, directory: Path, lead: str | None) -> str:
-        """Ask the cluster for one lease; its handle. ``lead`` is the handle of the lead's, if known."""
+        """Submit one lease; returns its handle. ``lead`` is the handle of the lead, if known."""
 
     @abstractmethod
-    def look(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
+    def observe(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
         """Every lease of the run that the cluster knows, by name; also those not in the record."""
 
     @abstractmethod
     def cancel(self, handles: Sequence[str]) -> None:
-        """End these at once, waiting or running."""
+        """Kill these at once, waiting or running."""
 
     @abstractmethod
     def notify(self, handles: Sequence[str]) -> None:
-        """Tell these to leave (SIGTERM), where that is faster than their own look at the record."""
+        """Ask these to leave (SIGTERM), where that is faster than their own check of the record."""
 
     def start(self, run: RunStore, placement: Placement, *, directory: Path | None = None) -> None:
         """As ``Executor.start``."""
@@ -115,7 +115,7 @@ class LeasedExecutor(ABC):
     def resize(self, run: RunStore, placement: Placement) -> ResizeResult:
         """As ``Executor.resize``."""
         with record_lock(run):
-            record, statuses, seen = self._look_again(run)
+            record, statuses, seen = self._observe_again(run)
             is_alive = any(status.state is not LeaseState.GONE for status in statuses)
             if record.is_ending or not is_alive or _is_headless(run, statuses):
                 return ResizeResult(how="later", text=f"{run.id} is stopped, or just being")
@@ -153,19 +153,19 @@ class LeasedExecutor(ABC):
             if now:
                 self._end_all(run, record)
                 return
-            seen = self.look(run, record)
+            seen = self.observe(run, record)
             waiting = [
                 result.handle for result in seen.values() if result.state is LeaseState.WAITING
             ]
             if waiting:
                 self.cancel(waiting)
-            # The lead saves, ends the run and dismisses the others.
+            # The lead saves, ends the run and stops the others.
             self._send_away([lease for lease in record.wanted if lease.is_lead], seen)
 
     def status(self, run: RunStore) -> RunStatus:
         """As ``Executor.status``."""
         with record_lock(run):
-            record, statuses, _ = self._look_again(run)
+            record, statuses, _ = self._observe_again(run)
         group = read_worker_group(run)
         workers = count_workers(group) if group else 0
         is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
@@ -184,7 +184,7 @@ class LeasedExecutor(ABC):
         yield from read_lease_events(run, offset=offset)
 
     def _ask(self, run: RunStore, record: LeaseRecord, leases: Sequence[Lease]) -> None:
-        """Ask for leases that stand in the record already; write down what they are called."""
+        """Submit leases that are in the record already; record their handles."""
         directory = Path(record.directory or run.address)
         for index, lease in enumerate(leases):
             lead = next(
@@ -199,18 +199,18 @@ class LeasedExecutor(ABC):
             write_record(run, record)
             append_lease_event(run, lease, "asked", reason=handle)
 
-    def _look_again(
+    def _observe_again(
         self, run: RunStore
     ) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
-        """The record brought up to date with the cluster; who is in neither's plans is ended."""
+        """Update the record from the cluster; kill leases that are in neither."""
         record = known_record(run)
-        seen = self.look(run, record)
+        seen = self.observe(run, record)
         strangers = [
             result.handle
             for name, result in seen.items()
             if record.find(name) is None and result.state is not LeaseState.GONE
         ]
-        # Strangers are of an earlier life, or were asked for by somebody who was killed.
+        # Unknown leases are of an earlier attempt, or their submitter was killed.
         statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
         ended = strangers + _find_laggards(record, seen)
         if _is_headless(run, statuses):
@@ -221,7 +221,7 @@ class LeasedExecutor(ABC):
         return self._note(run, record, statuses, seen), statuses, seen
 
     def _send_away(self, leases: Sequence[Lease], seen: Mapping[str, ObservedLeases]) -> None:
-        """Those that wait are ended, those that run are told."""
+        """Kill those that wait, notify those that run."""
         result = [seen[lease.name] for lease in leases if lease.name in seen]
         if waiting := [item.handle for item in result if item.state is LeaseState.WAITING]:
             self.cancel(waiting)
@@ -229,7 +229,7 @@ class LeasedExecutor(ABC):
             self.notify(running)
 
     def _end_all(self, run: RunStore, record: LeaseRecord) -> None:
-        seen = self.look(run, record)
+        seen = self.observe(run, record)
         left = [result.handle for result in seen.values() if result.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
@@ -258,7 +258,7 @@ class LeasedExecutor(ABC):
         statuses: Sequence[LeaseStatus],
         seen: Mapping[str, ObservedLeases],
     ) -> LeaseRecord:
-        """Write down what changed since the last look; forget what left as it should."""
+        """Record changes since the last observation; drop leases that left as expected."""
         after = record
         for status in statuses:
             lease = status.lease
@@ -280,7 +280,7 @@ class LeasedExecutor(ABC):
 
 
 def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
-    """Whether those who are left can only wait: servers of asynchronous workers have no heir."""
+    """Whether the remaining leases can only wait: servers of asynchronous workers have no successor."""
     alive = [status for status in statuses if status.state is not LeaseState.GONE]
     if not alive or any(item.lease.is_lead for item in alive):
         return False
@@ -289,7 +289,7 @@ def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:
 
 
 def _find_laggards(record: LeaseRecord, seen: Mapping[str, ObservedLeases]) -> list[str]:
-    """Who was sent away long ago and is still there; a clock that was set back spares them.
+    """Leases that should have left long ago; a clock that was set back delays this.
 
     Who was sent away and waits need not be waited for: its node was lost, and the cluster queued it again.
     """
@@ -306,7 +306,7 @@ def _find_laggards(record: LeaseRecord, seen: Mapping[str, ObservedLeases]) -> l
 
 
 def _match(record: LeaseRecord, wanted: Mapping[str, int]) -> tuple[list[Lease], list[Lease]]:
-    """Which leases stay, and which go, so that no node has more than is wanted there."""
+    """Which leases stay and which leave, so that no node has more than wanted."""
     room = dict(wanted)
     retained: list[Lease] = []
     ended: list[Lease] = []

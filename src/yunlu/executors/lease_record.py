@@ -35,27 +35,27 @@ class Lease(Value):
     is_lead: bool = False
     """It supervises the run; the others join it."""
     is_wanted: bool = True
-    """Once it is not, its processes leave at the next step boundary."""
+    """Once False, its processes leave at the next step boundary."""
     unwanted_at: float | None = None
     slots: tuple[int, ...] = ()
-    """Which devices of the node, where that is for us to say."""
+    """Device indices on the node, where we choose them."""
     handle: str = ""
-    """What the cluster calls it; empty until that is known."""
+    """Name in the cluster; empty until known."""
     state: str = ""
-    """As it was last seen (a ``LeaseState``)."""
+    """Last observed ``LeaseState``."""
     reason: str = ""
 
 
 class LeaseRecord(Value):
-    """The leases of a run, in this life and what is left of those before."""
+    """Leases of a run: those of this attempt and what is left of earlier ones."""
 
     address: str
-    """Which executor it is with."""
+    """Address of its executor."""
     leases: tuple[Lease, ...] = ()
     next_lease: int = 0
     directory: str | None = None
     is_ending: bool = False
-    """The run was asked to stop: no lease may wake it again."""
+    """The run was asked to stop: no lease may resume it."""
 
     def find(self, name: str) -> Lease | None:
         """The lease of this name."""
@@ -63,13 +63,13 @@ class LeaseRecord(Value):
 
     @property
     def wanted(self) -> tuple[Lease, ...]:
-        """Leases that are to last, the lead first."""
+        """Leases to keep, the lead first."""
         matching_leases = [lease for lease in self.leases if lease.is_wanted]
         return tuple(sorted(matching_leases, key=lambda lease: not lease.is_lead))
 
     @property
     def placement(self) -> Placement:
-        """Where they are, the lead's node first."""
+        """Their placement, the lead's node first."""
         shares: dict[str, int] = {}
         for lease in self.wanted:
             shares[lease.node] = shares.get(lease.node, 0) + lease.devices
@@ -85,7 +85,7 @@ class LeaseRecord(Value):
         return self.model_copy(update=changes), lease
 
     def without(self, names: Collection[str]) -> LeaseRecord:
-        """The record after these leases are forgotten."""
+        """The record without these leases."""
         left = tuple(lease for lease in self.leases if lease.name not in names)
         return self.model_copy(update={"leases": left})
 
@@ -99,7 +99,7 @@ class LeaseRecord(Value):
 
 
 class LeaseEvent(Value):
-    """One thing that happened to a lease."""
+    """One event of a lease."""
 
     at: float
     """Seconds since the epoch."""
@@ -112,7 +112,7 @@ class LeaseEvent(Value):
 
 
 def read_record(run: RunStore) -> LeaseRecord | None:
-    """What is known; none where the run is with no executor."""
+    """The record; None if the run has no executor."""
     try:
         content = run.read(Document.LEASES)
         return None if content is None else LeaseRecord.model_validate_json(content)
@@ -121,7 +121,7 @@ def read_record(run: RunStore) -> LeaseRecord | None:
 
 
 def known_record(run: RunStore) -> LeaseRecord:
-    """What is known; refused where the run is with no executor."""
+    """The record; an error if the run has no executor."""
     record = read_record(run)
     if record is None:
         raise StoreError(
@@ -132,25 +132,25 @@ def known_record(run: RunStore) -> LeaseRecord:
 
 
 def write_record(run: RunStore, record: LeaseRecord) -> None:
-    """Publish what is known, on disk before this returns."""
+    """Write the record; on disk before this returns."""
     run.write(Document.LEASES, record.model_dump_json(indent=1))
 
 
 def append_lease_event(run: RunStore, lease: Lease, what: str, reason: str = "") -> None:
-    """Add one happening."""
+    """Append one event."""
     result = LeaseEvent(at=time.time(), lease=lease.name, node=lease.node, what=what, reason=reason)
     run.append(Log.LEASE_EVENTS, [mask_value(result.model_dump())])
 
 
 def read_lease_events(run: RunStore, *, offset: int = 0) -> Iterator[tuple[LeaseEvent, int]]:
-    """What happened, from a byte offset on, each with the offset after it."""
+    """Events from a byte offset on, each with the offset after it."""
     for result, after in run.read_log(Log.LEASE_EVENTS, offset=offset):
         yield LeaseEvent.model_validate(result), after
 
 
 @contextmanager
 def record_lock(run: RunStore) -> Generator[None]:
-    """Hold the right to change the record."""
+    """Lock of the record."""
     if not run.has(""):
         raise StoreError(f"there is no run in {run.address}")
     with run.claim(Claim.LEASES, wait=True):
@@ -159,7 +159,7 @@ def record_lock(run: RunStore) -> Generator[None]:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Hold a file's lock, waiting for it; the system frees it if we die."""
+    """Lock a file, waiting for it; released by the system if the process dies."""
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

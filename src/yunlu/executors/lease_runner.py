@@ -53,16 +53,16 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 AGAIN = 75
-"""Its exit code (EX_TEMPFAIL) where the cluster sent it away, and it is to be started again."""
+"""Exit code (EX_TEMPFAIL) of a preempted lease that is to be started again."""
 _LOOP_S = 0.1
 _LOOK_S = 0.5
 _MEASURE_S = 5.0
 _JOIN_S = 600.0
-"""How long a lease that is to join waits for the lead."""
+"""How long a joining lease waits for the lead."""
 _REST_S = 60.0
 _VAIN = 3
 _LINGER_S = 75.0
-"""Workers without a supervisor end themselves after a minute; then they are ended."""
+"""Workers without a supervisor exit after a minute; then they are killed."""
 _SAME_START_S = 2.0
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
-    """What supervises a run on so many devices of one machine; others can join, even if it is one."""
+    """Command that supervises a run on so many devices of one node; others can join it."""
     job = read_raw_job(run) or {}
     record = read_record(run)
     return program_for(
@@ -94,7 +94,7 @@ def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
 
 
 class LeaseRunner:
-    """One lease, from the cluster's start of it to its end."""
+    """One lease, from its start by the cluster to its end."""
 
     def __init__(self, run: RunStore, name: str, *, with_parent: bool = False) -> None:
         self.run = run
@@ -111,10 +111,10 @@ class LeaseRunner:
         self._measured_at = -_MEASURE_S
 
     def hold(self) -> int:
-        """Until nothing of it is left; the exit code."""
+        """Run until no process is left; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # who is orphaned stays one of ours
+            signal.signal(number, self._on_signal)
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # orphaned processes become our children
         lease = self._wanted_lease()
         if lease is None:
             sys.stderr.write(f"lease {self.name} is not wanted any more\n")
@@ -132,8 +132,8 @@ class LeaseRunner:
         return lease if lease is not None and lease.is_wanted and not self._is_told else None
 
     def find_part(self, lease: Lease) -> tuple[Sequence[str], dict[str, str]]:
-        """What to start: nothing where there is nothing to do."""
-        # A lead that comes back may find that others have gone on without it: then it joins them.
+        """Program to start; None where there is nothing to do."""
+        # A lead that returns may find that others continued without it: then it joins them.
         if lease.is_lead and worker_lock_is_free(self.run):
             if not self._wake_run(lease):
                 return (), {}
@@ -144,7 +144,7 @@ class LeaseRunner:
         return self._await_lead(lease), worker_environment(threads=1)
 
     def _wake_run(self, lease: Lease) -> bool:
-        """Give a run whose life was broken off another one; whether it is to be trained."""
+        """Reopen a run whose attempt was interrupted; returns whether it is to be trained."""
         with launch_lock(self.run, wait=True):
             state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
@@ -161,7 +161,7 @@ class LeaseRunner:
         began_at = time.monotonic()
         while self._wanted_lease() is not None:
             group = read_worker_group(self.run)
-            # Who comes before the lead has begun would plan the run, too.
+            # A lease that starts before the lead would plan the run too.
             has_begun = group is not None and group.generation > 0
             with suppress(StoreError):
                 if (
@@ -176,10 +176,10 @@ class LeaseRunner:
             state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
                 break
-            # One that rests may only wait to be led again; a device is not to wait long for that.
+            # An inactive run may only wait for its lead; devices should not wait long for that.
             waited_s = time.monotonic() - began_at
             if waited_s > (_JOIN_S if state.is_active else _REST_S):
-                sys.stderr.write(f"nobody has led the run for {waited_s:.0f} s\n")
+                sys.stderr.write(f"the run has had no lead for {waited_s:.0f} s\n")
                 break
             time.sleep(_LOOK_S)
         return ()
@@ -190,7 +190,7 @@ class LeaseRunner:
         while self._reap():
             if self._parent is not None and os.getppid() != self._parent:
                 self._kill_all()
-            self._look_at_record()
+            self._read_own_lease()
             self._measure(lease)
             if self._is_told and not self._passed_on:
                 self._pass_on()
@@ -206,16 +206,16 @@ class LeaseRunner:
         return 1 if code else 0
 
     def _is_needed(self) -> bool:
-        """Whether the run would go on, if the cluster let it."""
+        """Whether the run would continue, if the cluster allowed it."""
         record = read_record(self.run)
         lease = record.find(self.name) if record and not record.is_ending else None
         over = read_view(self.run).state in {RunState.FINISHED, RunState.FAILED}
-        # Who is never given the time for one step would be started for ever.
-        over = over or _vain_lives(self.run) >= _VAIN
+        # A run that never has time for one step would be restarted for ever.
+        over = over or _attempts_without_step(self.run) >= _VAIN
         return lease is not None and lease.is_wanted and not over
 
     def _reap(self) -> bool:
-        """Bury the dead; whether anybody is left."""
+        """Reap children; returns whether any process is left."""
         assert self._child is not None
         try:
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -226,19 +226,19 @@ class LeaseRunner:
         return True
 
     def _measure(self, lease: Lease) -> None:
-        """Tell whoever looks after the run from another machine what is taken here."""
+        """Write usage for observers on other machines."""
         if time.monotonic() - self._measured_at < _MEASURE_S:
             return
         self._measured_at = time.monotonic()
         children = psutil.Process().children(recursive=True)
         cores, memory_bytes = self._meter.measure(self.name, [child.pid for child in children])
         if cores is not None:
-            machine = self._meter.look()
+            machine = self._meter.sample()
             use = LeaseUse(at=time.time(), node=lease.node, cores=cores, memory_bytes=memory_bytes,
                            machine=machine)  # fmt: skip
             write_use(self.run, self.name, use)
 
-    def _look_at_record(self) -> None:
+    def _read_own_lease(self) -> None:
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S or self._passed_on:
             return
@@ -248,7 +248,7 @@ class LeaseRunner:
         if record is None or lease is None or not lease.is_wanted:
             self._is_told = True
         elif record.is_ending:
-            # Who leads ends the run; the others are dismissed by it.
+            # The lead ends the run and stops the other leases.
             self._is_told = self._leads or _supervisor(self.run) is not None
         elif not lease.is_lead and _supervisor(self.run) is not None:
             self._take_lead()
@@ -256,7 +256,7 @@ class LeaseRunner:
             self._shed_inheritance()
 
     def _take_lead(self) -> None:
-        """The lead is gone, and a worker of ours has started another supervisor: here, then."""
+        """The lead is gone and one of our workers started another supervisor: this lease becomes the lead."""
         with record_lock(self.run):
             record = read_record(self.run)
             if record is None or record.find(self.name) is None:
@@ -267,7 +267,7 @@ class LeaseRunner:
         self._is_heir = True
 
     def _shed_inheritance(self) -> None:
-        """The new supervisor means to start the lead's workers here: their devices are not ours."""
+        """The new supervisor would start the lead's workers here: their devices are not ours."""
         group = read_worker_group(self.run)
         if group is None:
             return
@@ -278,7 +278,7 @@ class LeaseRunner:
             ):
                 self._is_heir = False
 
-    def _hear(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         if self._is_told:
             return
         self._is_told = True
@@ -289,7 +289,7 @@ class LeaseRunner:
             append_lease_event(self.run, lease, "noticed", reason="the cluster asks it to go")
 
     def _pass_on(self) -> None:
-        """Whoever supervises saves and stops the run; a node leaves it."""
+        """Forward a stop: a supervisor saves and stops the run; a node leaves it."""
         assert self._child is not None
         self._passed_on = True
         supervisor = _supervisor(self.run)
@@ -305,7 +305,7 @@ class LeaseRunner:
 
 
 def _supervisor(run: RunStore) -> psutil.Process | None:
-    """Who supervises the run, if it is one of our own processes."""
+    """Process of the run's supervisor, if it is one of ours."""
     group = read_worker_group(run)
     if group is None:
         return None
@@ -318,14 +318,14 @@ def _supervisor(run: RunStore) -> psutil.Process | None:
     return process if is_same and is_ours else None
 
 
-def _vain_lives(run: RunStore) -> int:
-    """Lives in a row in which nobody made a step."""
-    lives = 0
+def _attempts_without_step(run: RunStore) -> int:
+    """Consecutive attempts without a step."""
+    attempts = 0
     for event, _ in run.read_events():
         if isinstance(event, WorkerGroupFormed):
-            lives = 0
-        lives += isinstance(event, AttemptStarted)
-    return lives
+            attempts = 0
+        attempts += isinstance(event, AttemptStarted)
+    return attempts
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalExecutor:
-    """``local``, or ``local://?devices=4``: its GPUs, or equal shares of its processor."""
+    """``local``, or ``local://?devices=4``: its GPUs, or equal shares of its CPU."""
 
     name = "local"
 
@@ -77,7 +77,7 @@ class LocalExecutor:
 
     def capabilities(self) -> Capabilities:
         """As ``Executor.capabilities``."""
-        # A process sees the GPUs that it was started with, and no others.
+        # A process sees only the GPUs that it was started with.
         is_free = self._gpus == 0
         return Capabilities(
             resizes_live=is_free, moves_lead=is_free, limits=self._describe_limits()
@@ -154,7 +154,7 @@ class LocalExecutor:
             group = read_worker_group(run)
             is_alive = self._lives(run, worker)
             if is_alive and group and worker and group.pid == worker.pid and group.target:
-                # What the supervisor last agreed to, even if whoever asked had no time to note it.
+                # The number that the supervisor last accepted, even if the requester could not record it.
                 lease = lease.model_copy(update={"devices": group.target})
                 record = record.change(lease.name, devices=group.target)
             state = LeaseState.RUNNING if is_alive else LeaseState.GONE
@@ -164,9 +164,9 @@ class LocalExecutor:
                 write_record(run, record.change(lease.name, state=state, reason=reason))
         has_outgrown = memory_limits.report_exceeded(run.id) is not None
         if is_alive and has_outgrown:
-            # One worker of it was ended, and another would grow as large: it ends whole.
+            # One worker was killed, and its replacement would grow as large: all are stopped.
             _end(run, worker)
-        elif not is_alive and not has_outgrown:  # else whoever writes down its end reads why
+        elif not is_alive and not has_outgrown:  # else whoever records its end reads why
             cpu_limits.forget(run.id)
             memory_limits.forget(run.id)
         seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
@@ -195,7 +195,7 @@ class LocalExecutor:
         return placement.devices
 
     def _choose_gpus(self, run: RunStore, devices: int) -> tuple[int, ...]:
-        """The first that no other run has; who is to have how many is not for us to say."""
+        """The first GPUs that no other run holds; the scheduler decides how many."""
         taken: set[int] = set()
         for other in find_runs(require_local(run).home, having=Document.LEASES):
             record = read_record(other)
@@ -209,8 +209,8 @@ class LocalExecutor:
         return tuple(free[:devices])
 
     def _ask_for(self, run: RunStore, devices: int) -> str | None:
-        """What the supervisor answers; none where it cannot be asked just now."""
-        if run.has(Area.SERVERS):  # asynchronous workers: who keeps them alive reads this
+        """Answer of the supervisor; None where it cannot be asked now."""
+        if run.has(Area.SERVERS):  # asynchronous workers: their supervisor reads this
             run.write(Document.TARGET_WORKERS, str(devices))
             return f"{devices} workers from now on"
         group = read_worker_group(run)
@@ -261,7 +261,7 @@ def _end(run: RunStore, worker: WorkerProcess | None) -> None:
 
 
 def _declared_gb(run: RunStore) -> float | None:
-    """What the job says that training takes on each device."""
+    """Memory per device that the job declares."""
     with suppress(OSError, ValueError, AttributeError):
         result = (read_raw_job(run) or {}).get("train", {}).get("memory_gb")
         return float(result) if isinstance(result, int | float) else None

@@ -1,4 +1,4 @@
-"""Memory limits of a run on this machine: a run beyond its limit is ended alone."""
+"""Memory limits of a run on this machine: a run beyond its limit is killed alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from yunlu.executors import cpu_limits
 
 _V1 = Path("/sys/fs/cgroup/memory")
 _LEAST_BYTES = 2 << 30
-"""A process that has loaded torch must fit, however many devices a machine is divided into."""
+"""Least limit: a process that has loaded torch must fit."""
 _HEADROOM, _BESIDES_BYTES = 1.25, 1 << 30
-"""Beyond what training may take: what it takes besides weights and activations, and its supervisor."""
+"""Added to what training may use: other memory of the workers, and their supervisor."""
 _NO_LIMIT = 1 << 60
-"""Version 1 says so with a number near 2^63."""
+"""Cgroup version 1 encodes "no limit" as a number near 2^63."""
 _CLEARING_S = 2.0
-"""How long the last processes of an earlier life are waited for: they were killed."""
+"""How long to wait for killed processes of an earlier attempt."""
 
 
 def choose_bytes(*, total: float, devices: int, of: int, declared_gb: float | None = None) -> int:
-    """What a run may take with so many devices of a machine.
+    """Memory limit of a run that holds so many devices of a machine.
 
     Args:
         total: Bytes of the machine.
@@ -40,37 +40,37 @@ def choose_bytes(*, total: float, devices: int, of: int, declared_gb: float | No
 
 
 def total_bytes() -> int:
-    """Memory of this machine, or of the container that we are in."""
+    """Memory of this machine, or of the container."""
     return min(psutil.virtual_memory().total, read_cgroup().memory_bytes or _NO_LIMIT)
 
 
 @cache
 def find_kind() -> cpu_limits.Kind | None:
-    """What keeps a run to its memory here; None where nothing may."""
+    """Kind of memory limit available here; None if there is none."""
     if cpu_limits.can_hold(cpu_limits.home_v2(), "memory.max"):
         return "cgroup v2"
     return "cgroup v1" if cpu_limits.can_hold(_home_v1(), "memory.limit_in_bytes") else None
 
 
 def limit(run_id: str, pid: int, *, most_bytes: int) -> None:
-    """Let a process, and what it starts from now on, have so much memory."""
+    """Limit the memory of a process and of its future children."""
     group = _group_of(run_id)
     if group is None:
         return
     _clear(group)
-    for _ in range(2):  # an empty group may be swept away before anybody stands in it
-        with suppress(OSError):  # without a limit it runs all the same
+    for _ in range(2):  # an empty cgroup may be removed before a process is in it
+        with suppress(OSError):  # it runs without a limit
             group.mkdir(exist_ok=True)
             _write(group, most_bytes)
             (group / "cgroup.procs").write_text(str(pid))
             break
-    with suppress(OSError, psutil.NoSuchProcess):  # what it has started meanwhile
+    with suppress(OSError, psutil.NoSuchProcess):  # children started meanwhile
         for child in psutil.Process(pid).children(recursive=True):
             (group / "cgroup.procs").write_text(str(child.pid))
 
 
 def change(run_id: str, *, most_bytes: int) -> None:
-    """Another limit for a run that has one; never one that it is beyond already."""
+    """Change the limit of a run; never to less than it uses already."""
     group = _group_of(run_id)
     if group is not None and group.is_dir():
         with suppress(OSError):
@@ -79,7 +79,7 @@ def change(run_id: str, *, most_bytes: int) -> None:
 
 
 def report_exceeded(run_id: str) -> str | None:
-    """That the run grew beyond its limit, and something of it was ended for that; None where not."""
+    """Message if a process of the run was killed for exceeding the limit; else None."""
     group = _group_of(run_id)
     if group is None or not has_exceeded(group):
         return None
@@ -89,28 +89,28 @@ def report_exceeded(run_id: str) -> str | None:
 
 
 def forget(run_id: str) -> None:
-    """Remove the limit of a run that is over, whatever of it is still ending."""
+    """Remove the limit of a run that is over, even if processes are still exiting."""
     group = _group_of(run_id)
     if group is not None and not _remove(group):
-        with suppress(OSError):  # so that it counts as read, and is swept away once it is empty
+        with suppress(OSError):  # counts as read, and is removed once it is empty
             _write(group, _NO_LIMIT)
 
 
 def sweep() -> None:
-    """Remove limits of runs that are over, but for those whose end nobody has read yet."""
+    """Remove limits of runs that are over, except those whose out-of-memory kill nobody has read yet."""
     home = _group_of("")
     if home is not None:
         cpu_limits.sweep_home(home.parent, has_exceeded)
 
 
 def has_exceeded(group: Path) -> bool:
-    """Whether something was ended there because it took more than it may, and nobody has read that."""
+    """Whether a process was killed for exceeding the limit, and that was not read yet."""
     most = _read(group, "memory.max", "memory.limit_in_bytes")
     return most is not None and most < _NO_LIMIT and _count_kills(group) > 0
 
 
 def describe(*, devices: int) -> str:
-    """How runs are kept to their memory here, in words."""
+    """How the memory of runs is limited here, as text."""
     kind = find_kind()
     if kind is None:
         return "memory is not limited: control groups cannot be made here"
@@ -127,7 +127,7 @@ def _group_of(run_id: str) -> Path | None:
 
 
 def _home_v1() -> Path:
-    """As high as no limit is lost: a run outlives the group of whoever started it."""
+    """High enough in the hierarchy: a run outlives the cgroup of the process that started it."""
     home = _V1 / cpu_limits.own_group("memory")
     if not home.is_dir():  # in a container the path may be the host's
         return _V1
@@ -137,14 +137,14 @@ def _home_v1() -> Path:
 
 
 def _clear(group: Path) -> None:
-    """Remove what an earlier life left: else what that one was ended for would be counted again."""
+    """Remove the cgroup of an earlier attempt, or its out-of-memory kill would be counted again."""
     deadline = time.monotonic() + _CLEARING_S
     while not _remove(group) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _remove(group: Path) -> bool:
-    """Whether the group is gone: one in which a process is still ending stays."""
+    """Whether the cgroup is gone: one with an exiting process stays."""
     try:
         group.rmdir()
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def _remove(group: Path) -> bool:
 def _write(group: Path, most_bytes: int) -> None:
     if (group / "memory.max").exists():
         (group / "memory.max").write_text(str(most_bytes))
-        with suppress(OSError):  # all of it ends together; one worker less would only try again
+        with suppress(OSError):  # kill all together; a lone lost worker would only be restarted
             (group / "memory.oom.group").write_text("1")
         with suppress(OSError):  # there may be no swap
             (group / "memory.swap.max").write_text("0")

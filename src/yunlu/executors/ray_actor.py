@@ -20,13 +20,13 @@ from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.ray_watchdog import STOP
 
-_KEEPER = (sys.executable, "-m", "yunlu.executors.ray_watchdog")
+_WATCHDOG = (sys.executable, "-m", "yunlu.executors.ray_watchdog")
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
-"""What Ray set for its own workers is not meant for ours."""
+"""Prefixes of variables that Ray sets for its own workers, not for ours."""
 
 
 class LeaseOrder(Value):
-    """What a lease is to do: all that its actor is told."""
+    """Order to a lease actor."""
 
     run: str
     lease: str
@@ -37,43 +37,43 @@ class LeaseOrder(Value):
 
 
 class LeaseActor:
-    """Starts the program of a lease and gives its devices back when it is over."""
+    """Starts the program of a lease and releases its devices when it ends."""
 
     def __init__(self, order: str) -> None:
         requested = LeaseOrder.model_validate_json(order)
         ray: Any = import_module("ray")
         self._group: Any = ray.util.get_current_placement_group()
-        self._keeper = _start_keeper(requested, address=ray.util.get_node_ip_address())
+        self._watchdog = _start_watchdog(requested, address=ray.util.get_node_ip_address())
         self._last_words: dict[str, Any] = {}
         threading.Thread(target=self._see_through, name="lease", daemon=True).start()
 
-    def look(self) -> dict[str, Any]:
-        """How it stands: the node, and what its keeper said last."""
+    def state(self) -> dict[str, Any]:
+        """Last message of the watchdog."""
         return self._last_words
 
     def leave(self) -> None:
-        """Tell the program to leave (SIGTERM)."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.write(f"{STOP}\n".encode())
-        self._keeper.stdin.flush()
+        """Ask the program to leave (SIGTERM)."""
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(f"{STOP}\n".encode())
+        self._watchdog.stdin.flush()
 
     def _see_through(self) -> None:
-        assert self._keeper.stdout is not None
-        for line in self._keeper.stdout:
+        assert self._watchdog.stdout is not None
+        for line in self._watchdog.stdout:
             self._last_words = json.loads(line)
-        # This ends the actor, too: it is all that runs there.
+        # This ends the actor too: nothing else runs there.
         import_module("ray").util.remove_placement_group(self._group)
 
 
-def _start_keeper(asked: LeaseOrder, *, address: str) -> subprocess.Popen[bytes]:
-    if asked.version != __version__:
+def _start_watchdog(order: LeaseOrder, *, address: str) -> subprocess.Popen[bytes]:
+    if order.version != __version__:
         raise RuntimeError(
-            f"{address} has yunlu {__version__}, and the run was sent from {asked.version}; "
+            f"{address} has yunlu {__version__}, and the run was sent from {order.version}; "
             "all nodes need the same version"
         )
-    if not Path(asked.run).is_dir():
+    if not Path(order.run).is_dir():
         raise RuntimeError(
-            f"{address} does not see {asked.run}; "
+            f"{address} does not see {order.run}; "
             "YUNLU_HOME has to lie on a file system that all nodes share"
         )
     environment = {
@@ -81,13 +81,13 @@ def _start_keeper(asked: LeaseOrder, *, address: str) -> subprocess.Popen[bytes]
         for name, value in worker_environment().items()
         if not name.startswith(_RAYS_OWN)
     }
-    environment |= asked.environment | {"YUNLU_BIND": address}
-    parts = ["--raylet", str(os.getppid()), "--log", asked.log, "--directory", asked.directory]
-    keeper = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*_KEEPER, asked.run, asked.lease, *parts],
+    environment |= order.environment | {"YUNLU_BIND": address}
+    parts = ["--raylet", str(os.getppid()), "--log", order.log, "--directory", order.directory]
+    watchdog = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        [*_WATCHDOG, order.run, order.lease, *parts],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
     )
-    keeper.wait()  # it goes on as nobody's child
-    return keeper
+    watchdog.wait()  # it continues, reparented
+    return watchdog

@@ -20,15 +20,15 @@ from yunlu.executors.ray_actor import LeaseActor
 from yunlu.executors.ray_parse import NODE_LABEL, OURS
 
 _LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
-"""States of a placement group that holds devices, or may come to."""
+"""States of a placement group that holds devices, or will."""
 _DESERTED_S = 10.0
-"""Whoever reserves devices starts an actor there in the next moment."""
+"""Grace period: whoever creates a placement group starts an actor there at once."""
 
 
 def main() -> int:
-    """Answer until nobody asks."""
+    """Answer requests until stdin is closed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever Ray prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray's own output is no answer
     try:
         cluster = Cluster(sys.argv[1])
     except Exception as error:  # noqa: BLE001 (Ray raises all kinds; the executor tells the user)
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 class Cluster:
-    """What the executor may ask."""
+    """Requests that the executor may send."""
 
     def __init__(self, address: str) -> None:
         self._ray: Any = import_module("ray")
@@ -68,8 +68,8 @@ class Cluster:
 
     def survey(self) -> dict[str, Any]:
         """As ``ray_parse.ClusterSurvey``."""
-        self._hear_errors()
-        inside = self._look_inside()
+        self._collect_start_errors()
+        inside = self._read_cluster()
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         named = self._ray.util.list_named_actors(all_namespaces=True)
         actors = {item["name"] for item in named if item["namespace"] == OURS}
@@ -113,16 +113,16 @@ class Cluster:
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=strategy,
         ).remote(order)
-        self._begun[name] = actor.look.remote()
+        self._begun[name] = actor.state.remote()
 
     def leave(self, *, names: list[str]) -> None:
-        """Tell leases to go."""
+        """Ask leases to leave."""
         for name in names:
             with suppress(ValueError):  # gone already
                 self._ray.get_actor(name, namespace=OURS).leave.remote()
 
     def end(self, *, names: list[str]) -> None:
-        """End leases and give their devices back."""
+        """Kill leases and release their devices."""
         for name in names:
             with suppress(ValueError):  # gone already
                 self._ray.kill(self._ray.get_actor(name, namespace=OURS), no_restart=True)
@@ -131,14 +131,14 @@ class Cluster:
                 self._ray.util.remove_placement_group(group)
 
     def request(self, *, bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
-        """What the autoscaler is to have room for, until it is asked for something else."""
+        """Set the resources that the autoscaler is to provide, until the next request."""
         if not self._is_client:
             request_room(bundles, selectors)
         else:
             self._ray.get(self._ray.remote(num_cpus=0)(request_room).remote(bundles, selectors))
 
     def _reclaim(self, deserted: set[str]) -> None:
-        """Give back what no actor holds: it was killed, its node is lost, or nobody came to start it."""
+        """Release placement groups without an actor: it was killed, its node is lost, or it was never started."""
         now = time.monotonic()
         self._deserted = {name: self._deserted.get(name, now) for name in deserted}
         self.end(names=[name for name, at in self._deserted.items() if now - at > _DESERTED_S])
@@ -148,13 +148,13 @@ class Cluster:
         ours = (group for group in every.values() if group["name"].startswith(f"{OURS}/"))
         return [group for group in ours if group["state"] in _LIVING]
 
-    def _look_inside(self) -> dict[str, Any]:
+    def _read_cluster(self) -> dict[str, Any]:
         if not self._is_client:
-            return look_inside()
-        return self._ray.get(self._ray.remote(num_cpus=0)(look_inside).remote())
+            return read_cluster()
+        return self._ray.get(self._ray.remote(num_cpus=0)(read_cluster).remote())
 
-    def _hear_errors(self) -> None:
-        """Whether those that we started could begin; a cluster tells nobody else."""
+    def _collect_start_errors(self) -> None:
+        """Whether the actors that we started could begin; the cluster tells only us."""
         if not self._begun:
             return
         done, _ = self._ray.wait(
@@ -169,11 +169,11 @@ class Cluster:
                     self._errors[name] = _words(error)
 
 
-def look_inside() -> dict[str, Any]:
-    """What only a process inside the cluster is told; where it is not, nodes are taken as free."""
+def read_cluster() -> dict[str, Any]:
+    """State that only a process inside the cluster can read; otherwise nodes are taken as free."""
     state: Any = import_module("ray._private.state").state
     result: dict[str, Any] = {"available": {}, "draining": []}
-    with suppress(AttributeError):  # not promised by Ray
+    with suppress(AttributeError):  # not a public API of Ray
         result["available"] = state.available_resources_per_node()
     with suppress(AttributeError):
         result["draining"] = [*state.get_draining_nodes()]
@@ -181,8 +181,8 @@ def look_inside() -> dict[str, Any]:
 
 
 def request_room(bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> None:
-    """Inside the cluster: ask the autoscaler."""
-    more = {"bundle_label_selectors": selectors} if selectors else {}  # older Rays know none
+    """Ask the autoscaler, from inside the cluster."""
+    more = {"bundle_label_selectors": selectors} if selectors else {}  # absent in older Ray
     import_module("ray.autoscaler.sdk").request_resources(bundles=bundles, **more)
 
 
@@ -196,13 +196,13 @@ def _describe(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(error: BaseException) -> str:
-    """The last line that says something: Ray wraps its errors in traces."""
+    """The last informative line: Ray wraps its errors in traces."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
-def _say(answers: IO[str], **words: Any) -> None:
-    answers.write(json.dumps(words) + "\n")
+def _say(answers: IO[str], **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
     answers.flush()
 
 

@@ -57,7 +57,7 @@ class RayExecutor(LeasedExecutor):
         self._wanted_nodes: dict[str, int] = {}
 
     def close(self) -> None:
-        """Hang up; what runs on the cluster goes on."""
+        """Disconnect; what runs on the cluster continues."""
         self._link.close()
 
     def capabilities(self) -> Capabilities:
@@ -69,15 +69,15 @@ class RayExecutor(LeasedExecutor):
         )
 
     def nodes(self) -> tuple[Node, ...]:
-        """Nodes that are alive, each with the devices that no other program on the cluster holds."""
+        """Nodes that are alive, each with the devices that no other program holds."""
         return read_nodes(self.survey(), device=self._device)
 
     def reserves(self) -> tuple[Reserve, ...]:
-        """What the address says that the cluster's autoscaler can start."""
+        """Nodes that the autoscaler can start, according to the address."""
         return count_awake(self.survey(), self._growth)
 
     def scale(self, kind: str, nodes: int) -> None:
-        """Have the autoscaler keep so many nodes of a type; those in use it keeps in any case."""
+        """Make the autoscaler keep so many nodes of a type; nodes in use are kept in any case."""
         if kind not in {item.kind for item in self._growth}:
             raise ExecutorError(
                 f"{self.address} does not say that nodes of {kind} can be started",
@@ -94,7 +94,7 @@ class RayExecutor(LeasedExecutor):
         """As ``LeasedExecutor.submit``."""
         from yunlu.executors.ray_actor import LeaseOrder  # noqa: PLC0415
 
-        del lead  # who joins waits for it by itself
+        del lead  # joining leases wait for it themselves
         survey = self.survey()
         ids = {name: node for node, name in name_nodes(survey).items()}
         node = next(
@@ -121,8 +121,8 @@ class RayExecutor(LeasedExecutor):
         )
         return name
 
-    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
-        """As ``LeasedExecutor.look``."""
+    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+        """As ``LeasedExecutor.observe``."""
         ended = {
             result.lease: result.reason
             for result, _ in read_lease_events(run)
@@ -139,7 +139,7 @@ class RayExecutor(LeasedExecutor):
         self._link.call("leave", names=list(handles))
 
     def survey(self) -> ClusterSurvey:
-        """The cluster as it is now, in its own words."""
+        """Current state of the cluster."""
         return ClusterSurvey.model_validate(self._link.call("survey"))
 
     def _environment(self) -> dict[str, str]:

@@ -29,16 +29,16 @@ _QUIET = {
 
 
 _links: dict[str, RayLink] = {}
-"""One for each cluster: to connect takes seconds, and executors are made anew for every question."""
+"""One per cluster: connecting takes seconds, and executors are opened for every query."""
 
 
 def find_link(address: str) -> RayLink:
-    """The link of this program to a cluster; whether it answers is seen at the first call."""
+    """The link of this process to a cluster; errors appear at the first call."""
     return _links.setdefault(address, RayLink(address))
 
 
 class RayLink:
-    """One connection at a time; made anew when it is lost."""
+    """One connection at a time; reconnects when it is lost."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -46,7 +46,7 @@ class RayLink:
         self._bridge: _Bridge | None = None
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """Ask the cluster; ``ExecutorError`` in its own words where it refuses or is not there."""
+        """Send a request; ``ExecutorError`` with the cluster's message where it refuses or is absent."""
         with self._lock:
             if self._bridge is None or not self._bridge.is_alive():
                 self._hang_up()
@@ -58,11 +58,11 @@ class RayLink:
                 self._hang_up()
                 raise ExecutorError(
                     f"the Ray cluster at {self.address} {error}{text}",
-                    hint="what runs there goes on; ask again in a moment",
+                    hint="what runs there continues; try again in a moment",
                 ) from error
 
     def close(self) -> None:
-        """Hang up; what runs on the cluster goes on."""
+        """Disconnect; what runs on the cluster continues."""
         with self._lock:
             self._hang_up()
 
@@ -80,18 +80,18 @@ class RayLink:
         return bridge
 
     def _knock(self) -> None:
-        """Ray itself tries for minutes where nobody is."""
+        """Check the port first: Ray itself retries for minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
-        if not port.isdigit():  # "auto": Ray looks for it on this machine
+        if not port.isdigit():  # "auto": Ray finds it on this machine
             return
         try:
             socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
         except OSError as error:
             raise self._no_connection(str(error)) from error
 
-    def _no_connection(self, said: str) -> ExecutorError:
+    def _no_connection(self, cause: str) -> ExecutorError:
         return ExecutorError(
-            f"there is no connection to the Ray cluster at {self.address}: {said}",
+            f"there is no connection to the Ray cluster at {self.address}: {cause}",
             hint="ray status, run there, says whether it is up",
         )
 
@@ -113,13 +113,13 @@ class _Bridge:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._noise,
-            cwd="/",  # Ray lets workers import what lies where a driver was started
+            cwd="/",  # Ray lets workers import modules from the directory where a driver was started
             env=worker_environment() | _QUIET,
             start_new_session=True,
         )
         self._pending = b""
         self.end = weakref.finalize(self, _end, self._process, self._noise)
-        """Ends it; by itself where nobody did, at the latest with this program."""
+        """Finalizer that ends the process, at the latest with this program."""
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -152,7 +152,7 @@ class _Bridge:
         return answer["answer"]
 
     def last_words(self) -> str:
-        """The end of what Ray printed, for somebody who has to find out."""
+        """End of Ray's output, for error messages."""
         self._noise.seek(0)
         lines = self._noise.read()[-4000:].decode(errors="replace").strip().splitlines()
         return f"; its last words: {lines[-1]}" if lines else ""

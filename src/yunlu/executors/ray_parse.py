@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yunlu.executors.lease_record import LeaseRecord
 
 OURS = "yunlu"
-"""The namespace of our actors, and the beginning of every name."""
+"""Namespace of our actors, and prefix of every name."""
 GPU, CPU = "GPU", "CPU"
 _ACCELERATOR = "accelerator_type:"
 _TYPE_LABEL, _MARKET_LABEL = "ray.io/accelerator-type", "ray.io/market-type"
@@ -36,7 +36,7 @@ class RayNode(Value):
     name: str
     resources: dict[str, float]
     available: dict[str, float] | None = None
-    """What nobody holds; none where the cluster does not tell."""
+    """Free resources; None where the cluster does not report them."""
     labels: dict[str, str] = Field(default_factory=dict)
     is_draining: bool = False
 
@@ -57,18 +57,18 @@ class ClusterSurvey(Value):
     nodes: tuple[RayNode, ...] = ()
     groups: tuple[PlacementGroupInfo, ...] = ()
     actors: frozenset[str] = frozenset()
-    """Names of actors of ours that live, or are being started."""
+    """Names of our actors that are alive or starting."""
     errors: dict[str, str] = Field(default_factory=dict)
-    """By name: why an actor could not begin."""
+    """By name: why an actor could not start."""
 
 
 def lease_name(run: str, lease: str) -> str:
-    """What the cluster calls a lease."""
+    """Name of a lease in the cluster."""
     return f"{OURS}/{run}/{lease}"
 
 
 def name_nodes(survey: ClusterSurvey) -> dict[str, str]:
-    """A name of its own for every node, by its id: several raylets may share a machine."""
+    """A unique name for every node, by its id: several raylets may share a machine."""
     count = Counter(node.name for node in survey.nodes)
     return {
         node.id: node.name if count[node.name] == 1 else f"{node.name}-{node.id[:6]}"
@@ -77,14 +77,14 @@ def name_nodes(survey: ClusterSurvey) -> dict[str, str]:
 
 
 def resource_of(resources: Mapping[str, float], wanted: str = "auto") -> str:
-    """What is a device there: a GPU where it has any, else a processor."""
+    """Resource that counts as a device: GPU if the node has any, else CPU."""
     if wanted != "auto":
         return wanted.upper()
     return GPU if resources.get(GPU, 0) >= 1 else CPU
 
 
 def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ...]:
-    """Nodes, each with the devices that nobody else holds."""
+    """Nodes, each with the devices that no other program holds."""
     names = name_nodes(survey)
     result = [
         Node(
@@ -102,7 +102,7 @@ def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ..
 
 
 def read_growth(text: str) -> tuple[Reserve, ...]:
-    """What the autoscaler may start, as an address says it: ``A100:8x4,cpu:16x2``.
+    """Nodes that the autoscaler may start, from an address: ``A100:8x4,cpu:16x2``.
 
     That is up to 4 nodes of 8 A100, and up to 2 nodes of 16 processors, those that are always there
     included; ``A100-spot:8x4`` are nodes with the label of spot machines. Ray itself tells nobody.
@@ -130,7 +130,7 @@ def read_growth(text: str) -> tuple[Reserve, ...]:
 
 
 def count_awake(survey: ClusterSurvey, growth: Iterable[Reserve]) -> tuple[Reserve, ...]:
-    """What may be started, with what of it is there."""
+    """Nodes that may be started, with the number that are up."""
     names = name_nodes(survey)
     matches: list[Reserve] = []
     for kind in growth:
@@ -140,12 +140,12 @@ def count_awake(survey: ClusterSurvey, growth: Iterable[Reserve]) -> tuple[Reser
 
 
 def size_bundles(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, float]]:
-    """What the autoscaler is to have room for, so that so many nodes of each type are there."""
+    """Resources to request from the autoscaler for so many nodes of each type."""
     return [_shape(kind) for kind in _wanted(growth, wanted)]
 
 
 def size_selectors(growth: Iterable[Reserve], wanted: Mapping[str, int]) -> list[dict[str, str]]:
-    """Which labels the nodes of these bundles have; none where no market is to be chosen."""
+    """Label selectors of these bundles; None where any market will do."""
     growth = [*growth]
     if not any(kind.is_spot for kind in growth):
         return []
@@ -186,7 +186,7 @@ def read_leases(
     for lease in record.leases:
         name = lease_name(run, lease.name)
         reason = ended.get(lease.name) or survey.errors.get(name)
-        if reason and lease.name not in result:  # its devices are given back already
+        if reason and lease.name not in result:  # its devices are released already
             result[lease.name] = ObservedLeases(
                 handle=name,
                 state=LeaseState.GONE,

@@ -1,7 +1,7 @@
 """Watchdog between a Ray actor and its lease program: nothing outlives the actor.
 
 Ray ends the direct children of an actor, and not even those where the actor itself is killed; the
-workers of a worker group have sessions of their own and outlive their parents. The keeper is nobody's child,
+workers of a worker group have sessions of their own and outlive their parents. The watchdog is nobody's child,
 adopts whoever loses its parent, and ends all of them as soon as the actor or its raylet is gone: a
 node that the cluster has given up does not go on training. It knows nothing of Ray.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
-"""The one word that the actor may say: the lease is to leave."""
+"""The one command of the actor: the lease is to leave."""
 _LEASE = (sys.executable, "-m", "yunlu.executors.lease_runner")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 _LOOK_S = 0.5
@@ -50,22 +50,22 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, required=True)
     args = parser.parse_args()
     make_process_private()
-    # Not a child of the actor: Ray would end it with the actor, before it can do its work.
+    # Not a child of the actor: Ray would kill it with the actor, before it can act.
     if os.fork():
         os._exit(0)
     os.setsid()
     parts = [*_LEASE, str(args.run), args.lease, "--with-parent"]
     reason = RayWatchdog(parts, raylet=args.raylet).keep(log=args.log, directory=args.directory)
     if reason:
-        _tell_run(open_run(args.run), args.lease, reason)
+        _emit_lost(open_run(args.run), args.lease, reason)
     return 0
 
 
 class RayWatchdog:
-    """One program and everything that it starts."""
+    """One program and all its descendants."""
 
-    def __init__(self, words: list[str], *, raylet: int) -> None:
-        self._words = words
+    def __init__(self, command: list[str], *, raylet: int) -> None:
+        self._command = command
         self._raylet = _WatchedProcess(raylet)
         self._program = 0
         self._code: int | None = None
@@ -73,39 +73,39 @@ class RayWatchdog:
         self._wake, self._woken = socket.socketpair()
 
     def keep(self, *, log: Path, directory: Path) -> str:
-        """Until nobody is left; why it had to end them, or empty where the program ended itself."""
+        """Run until no process is left; returns why they had to be killed, empty if the program exited itself."""
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         self._listen_to_signals()
         try:
             self._start(log, directory)
         except OSError as error:
-            self._tell(error=f"the lease could not be started: {error}")
+            self._report(error=f"the lease could not be started: {error}")
             return str(error)
         reason = ""
-        while self._bury():
+        while self._reap():
             self._wait()
             reason = reason or self._find_reason()
             if reason or self._code is not None:
                 self._end_all()
         if not reason and self._code is not None and self._code < 0:
             reason = f"its process was ended by {signal.Signals(-self._code).name}"
-        self._tell(code=self._code, reason=reason)
+        self._report(code=self._code, reason=reason)
         return reason
 
     def _start(self, log: Path, directory: Path) -> None:
         make_directory(log.parent)
         with open_private(log, "ab") as file:
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                self._words,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
                 start_new_session=True,
             )
-        child.returncode = 0  # waited for together with those that are adopted
+        child.returncode = 0  # waited for together with adopted processes
         self._program = child.pid
-        self._tell(pid=child.pid)
+        self._report(pid=child.pid)
 
     def _wait(self) -> None:
         actor = [sys.stdin.fileno()] if self._has_actor else []
@@ -125,13 +125,13 @@ class RayWatchdog:
             os.kill(self._program, signal.SIGTERM)
 
     def _find_reason(self) -> str:
-        """Why everything is to be ended now, if it is."""
+        """Why all processes must be killed now; empty if they need not."""
         if not self._raylet.is_alive():
             return RAYLET_GONE
         return "" if self._has_actor else "its actor was ended"
 
-    def _bury(self) -> bool:
-        """Whether anybody is left."""
+    def _reap(self) -> bool:
+        """Reap children; returns whether any process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -143,17 +143,17 @@ class RayWatchdog:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _end_all(self) -> None:
-        """Whoever is started meanwhile becomes our child, and is met in the next round."""
+        """Processes started meanwhile become our children, and are killed in the next round."""
         me = psutil.Process()
-        while self._bury():
+        while self._reap():
             for process in me.children(recursive=True):
                 with suppress(psutil.Error):
                     process.kill()
             time.sleep(0.01)
 
-    def _tell(self, **words: Any) -> None:
-        with suppress(OSError):  # nobody listens any more
-            os.write(sys.stdout.fileno(), json.dumps(words).encode() + b"\n")
+    def _report(self, **fields: Any) -> None:
+        with suppress(OSError):  # no reader any more
+            os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
     def _listen_to_signals(self) -> None:
         self._wake.setblocking(False)
@@ -165,12 +165,12 @@ class RayWatchdog:
 
 
 class _WatchedProcess:
-    """A process that is not our child: its end is noticed at once where the kernel can tell."""
+    """A process that is not our child: its exit is noticed at once through a pidfd."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.files: list[int] = []
-        with suppress(OSError):  # a kernel before 5.3: looked at every half second
+        with suppress(OSError):  # kernel before 5.3: polled every half second
             self.files.append(os.pidfd_open(pid))
 
     def is_alive(self) -> bool:
@@ -179,8 +179,8 @@ class _WatchedProcess:
         return psutil.pid_exists(self._pid)
 
 
-def _tell_run(run: RunStore, name: str, reason: str) -> None:
-    """Say in the run's own directory what the lease could not: the cluster notices much later."""
+def _emit_lost(run: RunStore, name: str, reason: str) -> None:
+    """Record the loss in the run's directory: the cluster notices much later."""
     record = read_record(run)
     lease = record.find(name) if record else None
     if lease is not None:
@@ -189,7 +189,7 @@ def _tell_run(run: RunStore, name: str, reason: str) -> None:
 
 
 def _take_note(*_: object) -> None:
-    """The loop has been woken: that is all a signal is for."""
+    """Signal handler that only wakes the loop."""
 
 
 if __name__ == "__main__":

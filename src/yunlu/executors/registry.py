@@ -19,7 +19,7 @@ LOCAL = "local"
 
 
 def open_executor(address: str) -> Executor:
-    """The executor of this address; whether it answers is seen at the first call."""
+    """The executor of this address; errors of the cluster appear at the first call."""
     from importlib.metadata import entry_points  # noqa: PLC0415 (slow: who has no executor pays not)
 
     name = scheme_of(address)
@@ -30,24 +30,24 @@ def open_executor(address: str) -> Executor:
 
 
 def executor_of(run: RunStore) -> Executor | None:
-    """Who a run is with; none where it was started without one."""
+    """Executor of a run; None if it was started without one."""
     record = read_record(run)
     return None if record is None else _opened(record.address)
 
 
-@cache  # a connection may hang on it
+@cache  # may hold a connection
 def _opened(address: str) -> Executor:
     return open_executor(address)
 
 
 def is_elsewhere(run: RunStore) -> bool:
-    """Whether the run is with an executor that is more than processes of this machine."""
+    """Whether the run is at an executor other than this machine."""
     record = read_record(run)
     return record is not None and scheme_of(record.address) != LOCAL
 
 
 def is_held(run: RunStore) -> bool:
-    """Whether an executor holds devices for the run, or waits for them; believed of one that is mute."""
+    """Whether an executor holds devices for the run, or waits for them; True if it does not answer."""
     try:
         executor = executor_of(run)
         return executor is not None and executor.status(run).is_alive
@@ -56,23 +56,23 @@ def is_held(run: RunStore) -> bool:
 
 
 def last_reason(run: RunStore) -> str:
-    """Why an executor holds nothing for the run any more."""
+    """Why an executor no longer holds devices for the run."""
     record = read_record(run)
     if record is None:
         return "it is with no executor any more"
     result = sorted(record.leases, key=lambda lease: not lease.is_lead)
     where = f" on {result[0].node}" if result else ""
     reason = result[0].reason if result else ""
-    return f"its lease{where} is gone: {reason or 'nobody knows why'} ({record.address})"
+    return f"its lease{where} is gone: {reason or 'unknown reason'} ({record.address})"
 
 
 def scheme_of(address: str) -> str:
-    """The name of the executor in an address."""
+    """Scheme of an address."""
     return address.partition("?")[0].partition(":")[0]
 
 
 def read_address(address: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """What stands after ``://``, and the options after ``?``; unknown ones are refused."""
+    """The part after ``://`` and the options after ``?``; unknown options are refused."""
     index, _, requested = address.partition("?")
     options = dict(parse_qsl(requested, keep_blank_values=True))
     for name in options:

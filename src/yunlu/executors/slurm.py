@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 20.0
 _FRESH_S = 1.0
-"""Whoever looks after many runs asks for the queue once for all of them, not once for each."""
+"""Cache time of the queue: many runs share one query."""
 _OURS = "yunlu"
 _CHANGES = {"sbatch", "scancel"}
 _NOTICE_S = 60
-# A step of its own: Slurm sends its notices to steps, not to the script around them. And it queues
-# a job again only if it had to kill it: one that left when it was told has to ask for it.
+# A step of its own: Slurm signals steps, not the batch script. And it requeues a job only
+# if it had to kill it: one that left when it was signalled has to ask for it.
 _SCRIPT = """#!/bin/sh
 {step}
 code=$?
@@ -55,28 +55,28 @@ exit $code
 
 
 _heard: list[tuple[float, list[QueuedJob]]] = []
-"""The queue as it was last heard, and when on the monotonic clock; forgotten when we change it."""
+"""Cached queue and its time on the monotonic clock; dropped when we change the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """What stands in a Slurm address: ``slurm://PARTITION?account=a&minutes=60``."""
+    """Options of a Slurm address: ``slurm://PARTITION?account=a&minutes=60``."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
     minutes: str = ""
-    """How long a lease may last; without a word, as long as the partition allows."""
+    """Time limit of a lease; default: that of the partition."""
     device: str = "auto"
     """``gpu`` (GRES) or ``cpu``; ``auto`` takes GPUs where a node of the partition has any."""
     cpus: str = "1"
     """Processors for each device."""
     memory_mb: str = ""
-    """Memory for each device; without a word, what the partition gives."""
+    """Memory per device; default: that of the partition."""
     spot: str = ""
-    """``yes``: what runs here may be preempted at any time. Else that is so of nodes with a feature ``spot``."""
+    """``yes``: jobs here may be preempted at any time. Default: nodes with a feature ``spot``."""
     notice_s: str = str(_NOTICE_S)
-    """How long before the end of its time a lease is told."""
+    """Seconds of notice before the time limit of a lease."""
 
 
 class SlurmExecutor(LeasedExecutor):
@@ -100,12 +100,12 @@ class SlurmExecutor(LeasedExecutor):
     # Nodes.
 
     def nodes(self) -> tuple[Node, ...]:
-        """Nodes that are up, each with the devices that nobody else's jobs hold."""
+        """Nodes that are up, each with the devices that no other jobs hold."""
         before = _count_ours(self._queue())
         matching_nodes = [
             node for node in self._slurm_nodes() if not node.is_absent and not node.is_asleep
         ]
-        # Asked again: what came or went in between is not somebody else's.
+        # Queried again: changes in between are not somebody else's.
         after = _count_ours(self._queue())
         return tuple(
             self._node(node, max(before.get(node.name, 0), after.get(node.name, 0)))
@@ -113,7 +113,7 @@ class SlurmExecutor(LeasedExecutor):
         )
 
     def reserves(self) -> tuple[Reserve, ...]:
-        """Nodes that Slurm powers up and down; those that sleep only where PrivateData has ``cloud``."""
+        """Nodes that Slurm powers up and down; sleeping ones only if PrivateData has ``cloud``."""
         kinds: dict[tuple[str, int, bool], list[SlurmNode]] = {}
         for node in self._slurm_nodes():
             if node.can_sleep and not node.is_absent:
@@ -134,7 +134,7 @@ class SlurmExecutor(LeasedExecutor):
         )
 
     def scale(self, kind: str, nodes: int) -> None:
-        """Power nodes up or down, as far as nothing runs on them.
+        """Power idle nodes up or down.
 
         Slurm lets only its operators do that; leases wake the nodes that they name in any case.
         """
@@ -176,8 +176,8 @@ class SlurmExecutor(LeasedExecutor):
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
         return _slurm(*parts, script=script).partition(";")[0]
 
-    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
-        """As ``LeasedExecutor.look``."""
+    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+        """As ``LeasedExecutor.observe``."""
         result: dict[str, ObservedLeases] = {}
         beginning = _job_name(run, "")
         needed = {
@@ -206,10 +206,10 @@ class SlurmExecutor(LeasedExecutor):
         """As ``LeasedExecutor.notify``."""
         _slurm("scancel", "--signal=TERM", *handles, is_lenient=True)
 
-    # How.
+    # Helpers.
 
     def _check(self) -> None:
-        """Refuse what Slurm, or we, would stumble over later."""
+        """Refuse what Slurm, or we, would reject later."""
         options = self.options
         for name in ("cpus", "notice_s", "minutes", "memory_mb"):
             result: str = getattr(options, name)
@@ -299,7 +299,7 @@ class SlurmExecutor(LeasedExecutor):
         return matching_jobs
 
     def _recent_queue(self, needed: set[str]) -> list[QueuedJob]:
-        """As it was heard a moment ago, if none of these is missing there: somebody may just have asked."""
+        """The cached queue, if it has all of these: a job may just have been submitted."""
         for at, jobs in _heard:
             is_fresh = time.monotonic() - at < _FRESH_S
             if is_fresh and needed <= {job.name for job in jobs}:
@@ -312,19 +312,19 @@ class SlurmExecutor(LeasedExecutor):
             _slurm("scontrol", "update", f"NodeName={names}", f"State={state}")
 
 
-def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> str:
-    """What a command of Slurm printed; its own words where it refuses."""
-    if words[0] in _CHANGES:
+def _slurm(*command: str, script: str | None = None, is_lenient: bool = False) -> str:
+    """Output of a Slurm command; its error message where it refuses."""
+    if command[0] in _CHANGES:
         _heard.clear()
-    program = shutil.which(words[0])
+    program = shutil.which(command[0])
     if program is None:
         raise ExecutorError(
-            f"Slurm is not on this machine: there is no {words[0]}",
+            f"Slurm is not on this machine: there is no {command[0]}",
             hint="run this where sbatch works, such as a login node of the cluster",
         )
     try:
         done = subprocess.run(  # noqa: S603 (Slurm's own program, no shell)
-            [program, *words[1:]],
+            [program, *command[1:]],
             input=script,
             capture_output=True,
             text=True,
@@ -332,15 +332,15 @@ def _slurm(*words: str, script: str | None = None, is_lenient: bool = False) -> 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ExecutorError(f"Slurm has not answered {words[0]} for {_ANSWER_S:.0f} s") from error
+        raise ExecutorError(f"Slurm has not answered {command[0]} for {_ANSWER_S:.0f} s") from error
     if done.returncode and not is_lenient:
         given = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ExecutorError(f"Slurm refused {words[0]}: {given}")
+        raise ExecutorError(f"Slurm refused {command[0]}: {given}")
     return done.stdout.strip()
 
 
 def _partitions() -> list[tuple[str, bool]]:
-    """Names, and whether it is the one that is meant where none is named."""
+    """Names of partitions, and whether each is the default."""
     parts = _slurm("sinfo", "--noheader", "--format=%P").split()
     return [(word.rstrip("*"), word.endswith("*")) for word in parts]
 
@@ -350,7 +350,7 @@ def _job_name(run: RunStore, lease: str) -> str:
 
 
 def _count_ours(jobs: Iterable[QueuedJob]) -> dict[str, int]:
-    """Devices of each node that runs of ours hold, or are just being given."""
+    """Devices of each node that our runs hold or are being given."""
     ours: dict[str, int] = {}
     for job in jobs:
         if job.node and job.lease_state is not LeaseState.GONE:

@@ -20,7 +20,7 @@ _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "SIGNALING", "RES
 
 _WAITS = {
     "Resources": "it waits for its devices to become free",
-    "Priority": "others come first",
+    "Priority": "other jobs come first",
     "Dependency": "it waits for the lead of its run",
     "BeginTime": "it is started again in a moment",
     "ReqNodeNotAvail": "its node is not available",
@@ -36,7 +36,7 @@ _WAITS = {
 _ENDED = {
     "COMPLETED": "it ended by itself",
     "CANCELLED": "it was cancelled",
-    "TIMEOUT": "the time it was allowed is over",
+    "TIMEOUT": "its time limit is reached",
     "PREEMPTED": "it was preempted",
     "NODE_FAIL": "its node failed",
     "OUT_OF_MEMORY": "it took more memory than it was allowed",
@@ -67,19 +67,19 @@ class QueuedJob:
 
     @property
     def lease_state(self) -> LeaseState:
-        """What that is for a lease."""
+        """The corresponding lease state."""
         if self.state in _WAITING:
             return LeaseState.WAITING
         return LeaseState.RUNNING if self.state in _RUNNING else LeaseState.GONE
 
     @property
     def has_lost_node(self) -> bool:
-        """Whether its machine was lost under it."""
+        """Whether its node was lost."""
         return self.state in _NODE_LOST
 
     @property
     def words(self) -> str:
-        """Why it waits or is gone: ours, then Slurm's."""
+        """Why it waits or is gone: our reason, then Slurm's."""
         match self.lease_state:
             case LeaseState.WAITING if self.state == "CONFIGURING":
                 return f"its node is being started (Slurm: {self.state})"
@@ -112,37 +112,37 @@ class SlurmNode:
 
     @property
     def is_spot(self) -> bool:
-        """Whether its administrator says so, by a feature of that name."""
+        """Whether the administrator marked it with this feature."""
         return "spot" in self.features
 
     @property
     def is_absent(self) -> bool:
-        """Whether nothing can be put there."""
+        """Whether nothing can be placed there."""
         return self.state in _ABSENT or ("NOT_RESPONDING" in self.flags and not self.is_waking)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it is off, or on its way there; it wakes when something is put there."""
+        """Whether it is powered down, or powering down; a job placed there boots it."""
         return bool(self.flags & _GOING_OFF) or (_OFF in self.flags and not self.flags & _WAKING)
 
     @property
     def is_waking(self) -> bool:
-        """Whether it was asked to come, and is not there yet: it may not answer until then."""
+        """Whether it is booting; it may not answer until then."""
         return bool(self.flags & _WAKING) and not self.is_asleep
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether it accepts no new jobs."""
         return bool(({self.state} | self.flags) & _LEAVING)
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it is one of those that come and go."""
+        """Whether it can be powered up and down."""
         return "CLOUD" in self.flags or self.is_asleep
 
 
 def read_queue(text: str) -> Iterator[QueuedJob]:
-    """What ``squeue`` printed."""
+    """Parse the output of ``squeue``."""
     for line in text.splitlines():
         parts = line.strip().split("|", 5)
         if len(parts) == 6:
@@ -153,7 +153,7 @@ def read_queue(text: str) -> Iterator[QueuedJob]:
 
 
 def read_nodes(text: str) -> Iterator[SlurmNode]:
-    """What ``scontrol`` printed."""
+    """Parse the output of ``scontrol``."""
     for line in text.splitlines():
         facts = dict(re.findall(r"(\w+)=(\S*)", line))
         if "NodeName" not in facts:

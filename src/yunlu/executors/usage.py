@@ -24,16 +24,16 @@ _QUERY = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
 
 class NodeUse(Value):
-    """How busy a machine is; shares of the whole."""
+    """Utilisation of a node, as shares."""
 
     cpu: float
     memory: float
     gpus: tuple[tuple[float, float], ...] = ()
-    """Of each GPU: how busy it is, and how full its memory."""
+    """Utilisation and memory share of each GPU."""
 
 
 class LeaseUse(Value):
-    """What a lease takes, and how busy its machine is."""
+    """Usage of a lease and of its node."""
 
     at: float
     node: str
@@ -43,14 +43,14 @@ class LeaseUse(Value):
 
 
 class UsageMeter:
-    """Looks at this machine now and then."""
+    """Measures this machine periodically."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}
-        psutil.cpu_percent(interval=None)  # the first answer is about nothing
+        psutil.cpu_percent(interval=None)  # the first value is meaningless
 
-    def look(self) -> NodeUse:
-        """How busy it has been since the last look."""
+    def sample(self) -> NodeUse:
+        """Utilisation since the last call."""
         return NodeUse(
             cpu=psutil.cpu_percent(interval=None) / 100.0,
             memory=psutil.virtual_memory().percent / 100.0,
@@ -58,7 +58,7 @@ class UsageMeter:
         )
 
     def measure(self, name: str, pids: Iterable[int]) -> tuple[float | None, float]:
-        """Busy cores of these processes since the last look, none at the first, and their memory."""
+        """Busy cores of these processes since the last call (0 at the first) and their memory."""
         now = time.monotonic()
         busy_s, memory_bytes = _sum_up(pids)
         then, busy_then_s = self._before.get(name, (now, busy_s))
@@ -67,13 +67,13 @@ class UsageMeter:
         return cores, memory_bytes
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all others."""
+        """Drop all other processes."""
         names = {*names}
         self._before = {name: seen for name, seen in self._before.items() if name in names}
 
 
 def read_gpus() -> tuple[tuple[float, float], ...]:
-    """Of each GPU of this machine how busy and how full it is; empty where nobody tells."""
+    """Utilisation and memory share of each GPU of this machine; empty where unknown."""
     program = _nvidia_smi()
     if program is None:
         return ()
@@ -86,13 +86,13 @@ def read_gpus() -> tuple[tuple[float, float], ...]:
 
 
 def write_use(run: RunStore, lease: str, use: LeaseUse) -> None:
-    """For whoever looks after the run from another machine; not worth a fault, nor a flush."""
+    """Write usage for observers on other machines; not flushed, and errors are ignored."""
     with suppress(OSError):
         run.write(f"{_AREA}/{lease}.json", use.model_dump_json(), durable=False)
 
 
 def read_uses(run: RunStore, leases: Iterable[str]) -> Iterator[tuple[str, LeaseUse]]:
-    """What these leases wrote last."""
+    """Last usage written by these leases."""
     for lease in leases:
         with suppress(OSError, ValueError):
             content = run.read(f"{_AREA}/{lease}.json")
@@ -125,6 +125,6 @@ def _sum_up(pids: Iterable[int]) -> tuple[float, float]:
         except psutil.Error:
             continue
         busy_s += times.user + times.system
-        # Forked workers share the pages of the data they were given.
+        # Forked workers share pages of the data.
         memory_bytes += memory.rss - getattr(memory, "shared", 0)
     return busy_s, memory_bytes

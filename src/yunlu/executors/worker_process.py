@@ -1,4 +1,4 @@
-"""Worker processes on this machine: detached, outliving whoever started them."""
+"""Worker processes on this machine: detached, outliving the process that started them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 WORKER = (sys.executable, "-m", "yunlu.training.worker")
-"""The worker is started by name: nothing here imports the training room."""
+"""Started by module name: nothing here imports ``yunlu.training``."""
 SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
-"""Who answers for several workers."""
+"""Supervisor of several workers."""
 ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.supervisor")
-"""Who answers for workers that do not wait for each other."""
+"""Supervisor of asynchronous workers."""
 
 # The kernel rounds the instant of boot, on which start times are based, to a second.
 _SAME_START_S = 2.0
@@ -40,16 +40,16 @@ _TELL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerProcess:
-    """One process, known by pid and start time: a pid alone may have passed to a stranger."""
+    """One process, identified by pid and start time: a pid alone may have been reused."""
 
     pid: int
     process_started_at: float
     host: str
     detached: bool
-    """Started by us, at the head of a group of its own. Only such a process is ours to signal."""
+    """Started by us as the leader of its own process group. Only such a process may be signalled."""
 
     def is_alive(self) -> bool:
-        """Whether it still runs. A process on another host is believed to: we cannot look."""
+        """Whether it still runs. A process on another host is assumed to."""
         return self.host != socket.gethostname() or self._process() is not None
 
     def stop(self) -> None:
@@ -60,18 +60,18 @@ class WorkerProcess:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and the processes it started, at once."""
+        """Kill it and its process group."""
         if self._process() is not None and self.detached:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def exit_code(self) -> int | None:
-        """Its exit code (minus the signal that ended it), if it is over and was our child."""
+        """Exit code (negative: signal) of a child that has exited."""
         child = self._child()
         if child is None:
             return None
         if child.poll() is None and self._process() is None:
-            # Whoever waits for it in the background has it, and is about to say so.
+            # A background thread waits for it and is about to store the code.
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=_TELL_S)
         return child.returncode
@@ -93,12 +93,12 @@ class WorkerProcess:
         return process if alive and same else None
 
 
-# Our own children: how they ended is known to us alone.
+# Exit codes are known only of our own children.
 _children: dict[int, tuple[float, subprocess.Popen[bytes]]] = {}
 
 
 def require_training() -> None:
-    """Refuse before anything is written where the packages that train are not installed."""
+    """Fail before anything is written if the packages for training are not installed."""
     try:
         is_there = find_spec("torch") is not None
     except ModuleNotFoundError:
@@ -108,7 +108,7 @@ def require_training() -> None:
 
 
 def is_asynchronous(run: RunStore, method: object) -> bool:
-    """Whether its workers do not wait for each other: the job names that, or its worker group chose it."""
+    """Whether its workers are asynchronous: by the job, or chosen by its worker group."""
     return method == "asynchronous" or run.has(Area.SERVERS)
 
 
@@ -120,7 +120,7 @@ def program_for(
     is_elastic: bool = False,
     shares: int | None = None,
 ) -> tuple[str, ...]:
-    """What to start for a run on so many devices; the run's directory follows.
+    """Command for a run on so many devices; the run's directory is appended.
 
     One worker alone needs nobody to answer for it, unless others are to join it. ``shares``: workers
     that asynchronous ones expect to be, those elsewhere among them.
@@ -134,12 +134,12 @@ def program_for(
 
 
 def count_gpus() -> int:
-    """GPUs of this machine that torch can train on, found without asking it."""
+    """GPUs of this machine that torch can use, found without importing torch."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def this_process() -> WorkerProcess:
-    """The process that asks: a launcher, or a program that trains in itself."""
+    """This process: a launcher, or a program that trains in-process."""
     return WorkerProcess(
         pid=os.getpid(),
         process_started_at=psutil.Process().create_time(),
@@ -185,10 +185,10 @@ def start_worker(
             start_new_session=own_session,
             process_group=None if own_session else 0,
         )
-    # A child that is not yet waited for keeps its place in the system, even when it is over.
+    # A child that is not yet waited for keeps its pid, even when it has exited.
     started_at = psutil.Process(child.pid).create_time()
     _children[child.pid] = (started_at, child)
-    # Waited for in the background: a program that starts many runs collects no zombies.
+    # Waited for in a background thread, so that a long-lived caller collects no zombies.
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
     worker = WorkerProcess(
         pid=child.pid, process_started_at=started_at, host=socket.gethostname(), detached=True
@@ -198,12 +198,12 @@ def start_worker(
 
 
 def record_worker(run: RunStore, worker: WorkerProcess) -> None:
-    """Write down who is answerable for the run, before the worker can say so itself."""
+    """Record the process responsible for the run, before the worker can do so itself."""
     run.write(Document.WORKER, json.dumps(asdict(worker)))
 
 
 def recorded_worker(run: RunStore) -> WorkerProcess | None:
-    """Who was last answerable for the run."""
+    """The process last recorded for the run."""
     try:
         return WorkerProcess(**json.loads(run.read(Document.WORKER) or b""))
     except (OSError, ValueError, TypeError):  # absent, or of another version
@@ -212,11 +212,11 @@ def recorded_worker(run: RunStore) -> WorkerProcess | None:
 
 @contextmanager
 def launch_lock(run: RunStore, *, wait: bool) -> Generator[None]:
-    """Hold the right to start, stop or bury the run's worker; ``BlockingIOError`` when taken."""
+    """Lock for starting, stopping or reaping the run's worker; ``BlockingIOError`` when taken."""
     with run.claim(Claim.LAUNCH, wait=wait):
         yield
 
 
 def worker_lock_is_free(run: RunStore) -> bool:
-    """Whether no worker holds the run: a worker keeps ``worker.lock`` as long as it lives."""
+    """Whether no worker holds the run: a worker keeps ``worker.lock`` while it is alive."""
     return not run.is_claimed(Claim.WORKER)

@@ -206,8 +206,8 @@ def _shipped() -> tuple[tuple[DeviceModel, ...], tuple[Offer, ...]]:
     return tuple(_read_devices(data)), tuple(read_offers((data / "offers.csv").read_text("utf-8")))
 
 
-def _read_devices(place: Traversable) -> list[DeviceModel]:
-    return read_devices(_rows(place / "devices.csv"), _rows(place / "sources.csv"))
+def _read_devices(folder: Traversable) -> list[DeviceModel]:
+    return read_devices(_rows(folder / "devices.csv"), _rows(folder / "sources.csv"))
 
 
 def _rows(file: Traversable) -> Iterator[dict[str, str]]:

@@ -41,7 +41,7 @@ _WRONG_COUNTS = {("azure", "Standard_ND96isr_H100_v5"): 8}
 """The table says 12; Azure's page, and eight cards in every H100 node, say 8."""
 _HOST = "host priced as in us-central1: the table has no price of it"
 SPOT_FLOOR = (
-    "spot price at a tenth of on demand, which is the least the cloud asks: it may not be had"
+    "spot price at a tenth of on demand, which is the cloud's minimum: it may not be available"
 )
 ASSUMED_NETWORK = "network assumed"
 _NETWORK = f"{ASSUMED_NETWORK}: 10 Gbit/s Ethernet"

@@ -101,5 +101,5 @@ def _number(value: float | None, unit: float = 1) -> str:
     return "" if value is None else f"{round(value / unit, 5):.12g}"
 
 
-def _reference(words: dict[str, str], text: str) -> str:
-    return words.setdefault(text, str(len(words) + 1)) if text else ""
+def _reference(numbers: dict[str, str], text: str) -> str:
+    return numbers.setdefault(text, str(len(numbers) + 1)) if text else ""

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 _STARTS = 9
-"""Runs whose starts tell how long the next one takes."""
+"""Number of recent runs whose start-up times predict the next one."""
 
 
 def stored_probe() -> MachineProfile | None:
-    """The figures of this machine with the torch that is installed; None before any probe of it.
+    """Stored profile of this machine for the installed torch; None before any probe.
 
     Of several, those come first that know the threads a run would take.
     """
@@ -69,11 +69,11 @@ def stored_probe() -> MachineProfile | None:
 
 
 def knows_threads(probed: MachineProfile) -> bool:
-    """Whether it was measured with as many threads as torch takes here."""
+    """Whether it was measured with the number of threads that torch uses here."""
     requested = worker_environment().get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > 0:
         return probed.knows(int(requested))
-    # Only torch knows whether it takes a core's second thread, too; fewer were asked for.
+    # Only torch knows whether it uses hyper-threads; here only the physical cores are counted.
     return probed.kind != "cpu" or probed.threads in _usual_threads()
 
 
@@ -100,7 +100,7 @@ def this_machine() -> tuple[DeviceModel, Offer] | None:
 
 
 def device_of(probed: MachineProfile) -> DeviceModel:
-    """The probed device; what it does in large products is its peak, so all of it is reachable."""
+    """The probed device; its rate in large matrix products is its peak."""
     rates = {
         precision: rate
         for precision in ("fp32", "tf32", "bf16", "fp16")
@@ -118,7 +118,7 @@ def device_of(probed: MachineProfile) -> DeviceModel:
         link_bytes_per_s=link,
         node_devices=probed.devices,
         fabric_devices=probed.devices,
-        # To other nodes nothing was measured; no link of this machine is a bound.
+        # No link to other nodes was measured; no link of this machine is a bound.
         network_bytes_per_s=link,
         reachable=1.0,
         aliases=(HERE,),
@@ -143,9 +143,9 @@ def offer_of(probed: MachineProfile) -> Offer:
 
 
 def usual_start_s() -> float | None:
-    """From the start of a worker to its first step: of the newest runs here, else as the probe knows it."""
+    """Start-up time to the first step: of the newest runs here, else of the probe."""
     starts_s: list[float] = []
-    with suppress(OSError):  # one may be removed just now
+    with suppress(OSError):  # a run may be deleted meanwhile
         runs = find_runs(read_settings().home, having=Log.METRICS)
         newest = heapq.nlargest(_STARTS, runs, key=_last_written_at)
         starts_s = [start_s for run in newest if (start_s := _start_s(run))]
@@ -161,8 +161,8 @@ def _last_written_at(run: RunStore) -> float:
 
 
 def _start_s(run: RunStore) -> float | None:
-    """None of a run that made no step, or that began in a process which was there before."""
-    with suppress(StopIteration, ValueError, LookupError, TypeError):  # cut short, or torn
+    """None for a run without a step, or trained in an existing process."""
+    with suppress(StopIteration, ValueError, LookupError, TypeError):  # truncated
         events = (event for event, _ in run.read_events())
         attempt = next(event for event in events if isinstance(event, AttemptStarted))
         step, _ = next(run.read_metrics())
@@ -172,9 +172,9 @@ def _start_s(run: RunStore) -> float | None:
 
 
 def read_calibration(*, refresh: bool = False) -> Calibration:
-    """What runs have taught; ``refresh`` looks for runs that ended without a report."""
+    """Stored calibration; ``refresh`` adds runs that ended without a report."""
     if refresh:
-        with suppress(StoreError):  # what is known can be shown where nothing can be added
+        with suppress(StoreError):  # stored figures can be shown even where nothing can be written
             learn_from(_finished_runs())
     try:
         calibration = learnt.parse_calibration(_file().read_bytes())
@@ -184,13 +184,13 @@ def read_calibration(*, refresh: bool = False) -> Calibration:
 
 
 def _without_place(figure: RunMeasurement) -> RunMeasurement:
-    """As it is named now; an earlier version wrote where the run lay."""
+    """Key without the directory of the run, which an earlier version stored."""
     path = Path(figure.run)
     return figure.model_copy(update={"run": name_run(path)}) if path.is_absolute() else figure
 
 
 def learn_from(runs: Iterable[RunStore]) -> int:
-    """Add what these runs measured; how many were new. A run counts once, however often it is read."""
+    """Add the measurements of these runs; returns how many were new. A run counts once."""
     known = {one_figure.run for one_figure in read_calibration().figures}
     fresh = [run for run in runs if name_run(Path(run.address)) not in known]
     figures = [figure for run in fresh for figure in figures_of(run)]
@@ -202,7 +202,7 @@ def learn_from(runs: Iterable[RunStore]) -> int:
 
 
 def forget_deleted() -> int:
-    """Drop what runs of this home have taught that are no longer there; how many they were."""
+    """Drop measurements of deleted runs of this home; returns how many."""
     home = read_settings().home
     there = {name_run(Path(run.address)) for run in find_runs(home, having=Document.JOB)}
 
@@ -223,7 +223,7 @@ def forget_deleted() -> int:
 
 
 def forget_all() -> int:
-    """Drop every lesson and every probe; how many runs had taught."""
+    """Drop all measurements and probes; returns the number of runs."""
     taught = {figure.run for figure in read_calibration().figures}
     folder = read_settings().cache / FOLDER
     try:
@@ -237,7 +237,7 @@ def forget_all() -> int:
 
 
 def name_run(path: Path) -> str:
-    """Tells a run and its home from others; a cache that is shown around names no directory."""
+    """Identifies a run and its home by a hash; a shared cache names no directory."""
     return f"{_hash(path.parent)}-{_hash(path)}"
 
 
@@ -246,7 +246,7 @@ def _hash(path: Path) -> str:
 
 
 def figures_of(run: RunStore) -> list[RunMeasurement]:
-    """What a finished run has to teach; nothing where it did not finish, or nothing was predicted."""
+    """Measurements of a finished run; empty where it did not finish, or nothing was predicted."""
     plan, measured, ended_at = _read(run)
     if plan is None or plan.estimate is None or measured is None or not plan.layout.is_single:
         return []
@@ -274,7 +274,7 @@ def figures_of(run: RunStore) -> list[RunMeasurement]:
 def _read(run: RunStore) -> tuple[Plan | None, Measurement | None, float]:
     view = read_view(run)
     if any(isinstance(incident, MemoryExhausted) for incident in view.incidents):
-        return None, None, 0.0  # its steps were not those that were predicted
+        return None, None, 0.0  # its steps differ from the predicted ones
     is_finished = view.state is RunState.FINISHED
     return view.plan, view.measured if is_finished else None, view.status.updated_at
 
@@ -296,7 +296,7 @@ def _write(calibration: Calibration) -> None:
 
 @contextmanager
 def _alone() -> Generator[None]:
-    """Two runs that end at the same time must not lose what the other taught."""
+    """Lock: two runs that end at the same time must not overwrite each other."""
     path = _file()
     try:
         make_directory(path.parent)

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from yunlu.hardware.device import DeviceModel
 
 _RESERVED = {OWN_CLOUD: "your own machines are", HERE: "this machine is"}
-"""Clouds that nobody's prices can be imported for."""
+"""Clouds that no prices can be imported for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One file of an import and what came of it."""
+    """One file of an import and its result."""
 
     path: Path
     cloud: str
@@ -48,18 +48,18 @@ class Table:
 
 
 def home() -> Path:
-    """Where the user's own part of the catalog is kept."""
+    """Directory of the user's catalog."""
     return private_home() / "catalog"
 
 
 def open_catalog() -> Catalog:
-    """Everything known: what ships, what was imported, what was added."""
+    """The whole catalog: shipped, imported and added."""
     index = home()
     return load_catalog((index,) if index.is_dir() else ())
 
 
 def read_added() -> Additions:
-    """What was added by hand."""
+    """Entries added by hand."""
     path = home() / "own.json"
     if not path.exists():
         return Additions()
@@ -67,7 +67,7 @@ def read_added() -> Additions:
 
 
 def read_file(path: Path) -> Additions:
-    """A user's YAML file."""
+    """Read a user's YAML file."""
     try:
         data = yaml.safe_load(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_file(path: Path) -> Additions:
 
 
 def add(path: Path) -> Additions:
-    """Take a file's devices, prices and machines into the catalog; all or none."""
+    """Add a file's devices, prices and machines to the catalog; all or none."""
     more = read_file(path)
     if not more.names:
         raise CatalogError(f"{path} has no devices, prices or machines: nothing to add.")
@@ -95,7 +95,7 @@ def add(path: Path) -> Additions:
 
 
 def remove(name: str) -> str:
-    """Forget one thing that was added, or an imported cloud. Says what it was."""
+    """Remove one added entry, or an imported cloud. Returns what it was."""
     with _locked():
         added = read_added()
         left = added.without(name)
@@ -137,7 +137,7 @@ def update(path: Path, *, cloud: str | None = None) -> list[Table]:
         for table in useful:
             text = write_offers(table.imported.offers)
             write_atomically(index / f"{CLOUD_TABLE}{table.cloud}.csv", text)
-        _write_added(read_added())  # prices set by hand stand on what was imported
+        _write_added(read_added())  # prices set by hand override imported ones
     return tables
 
 
@@ -210,7 +210,7 @@ def _is_name(text: str) -> bool:
 
 
 def _nothing_useful(path: Path, tables: list[Table]) -> CatalogError:
-    """Why: a table of other devices reads otherwise than one of bad numbers."""
+    """Reason: a table of other devices is reported differently from one of bad numbers."""
     skipped = sum((table.imported.skipped for table in tables), Counter[str]())
     rows = sum(table.imported.rows for table in tables)
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
@@ -223,7 +223,7 @@ def _nothing_useful(path: Path, tables: list[Table]) -> CatalogError:
 
 @contextmanager
 def _locked() -> Generator[Path]:
-    """One writer at a time: two that add at once must not lose each other's."""
+    """Lock: one writer at a time, so that no entry is lost."""
     index = home()
     try:
         make_directory(index)
@@ -237,7 +237,7 @@ def _locked() -> Generator[Path]:
 def _write_added(added: Additions) -> None:
     index = home()
     devices = [entry.to_device() for entry in added.devices]
-    # Prices are set on what stands below them, never on themselves.
+    # Prices override the entries below them, never themselves.
     below = load_catalog((index,), leave_out="offers-own.csv").every_offer
     known = Catalog(devices=(*load_catalog().devices, *devices), every_offer=below)
     offers = list(offers_of(added, known))
@@ -256,7 +256,7 @@ def _write_added(added: Additions) -> None:
 
 
 def _check_needed(added: Additions, left: Additions) -> None:
-    """A device that others of the user's entries name has to stay."""
+    """A device that other entries of the user refer to must stay."""
     gone = {
         plain(word) for e in added.devices if e not in left.devices for word in (e.name, *e.aliases)
     }

@@ -20,63 +20,63 @@ if TYPE_CHECKING:
 
 
 class Expectation(Value):
-    """One quantity of a step beside what was predicted of it."""
+    """Measured and predicted value of one quantity of a step."""
 
     quantity: str
     """``step_s``, ``exchange_s``, ``wait_s`` (of an exchange, what does not hide), ``sent_bytes``."""
     predicted: float | None
     measured: float | None
-    """Of a usual step; of a method that exchanges every few steps, of as many of them."""
+    """Of a typical step; for methods that exchange every few steps, of so many steps."""
     ratio: float | None
     """Measured over predicted."""
 
 
 class Candidate(Value):
-    """What another way was predicted to take."""
+    """Prediction for another method."""
 
     name: str
     step_s: float
     cost_s: float
-    """With the further steps that it may need: what the progress of a plain step takes."""
+    """With the further steps that it may need: seconds per plain step of progress."""
     is_chosen: bool
 
 
 class HostLinks(Value):
-    """What one host can send and receive, as it was measured."""
+    """Measured link of one host."""
 
     host: str
     workers: int
     send_bytes_per_s: float | None
     receive_bytes_per_s: float | None
     bytes_per_s: tuple[float | None, ...]
-    """To each host, in the order of the hosts; to itself, between two of its workers."""
+    """To each host, in order; to itself: between two of its workers."""
     latency_s: tuple[float | None, ...]
     compute_s: float | None = None
-    """A step of its slowest worker, without any exchange."""
+    """Step time of its slowest worker, without exchange."""
 
 
-class Chosen(Value):
-    """One way to communicate, and the steps that were made with it."""
+class ChosenMethod(Value):
+    """One communication method, and the steps that were made with it."""
 
     at: float
     from_step: int
-    """The next one is its first."""
+    """Last step before it."""
     steps: int
-    """Made with it, without those that were undone."""
+    """Steps made with it, without those that were undone."""
     name: str
     setting: ExchangeSetting
     guarantee: str
     reason: str
     expectations: tuple[Expectation, ...]
     compression_error: float | None
-    """What packing left out of a usual exchange, relative to what it was given."""
+    """Relative error of the codec in a typical exchange."""
     candidates: tuple[Candidate, ...]
-    """The best of each kind, the one to reach the same loss first before the others."""
+    """The best of each kind, ordered by predicted time to the same loss."""
     refused: tuple[RefusedSetting, ...]
     links: tuple[HostLinks, ...]
     """Empty where nothing was measured."""
-    aside: tuple[str, ...] = ()
-    """Hosts that stepped aside then: the others were to be faster without them."""
+    excluded: tuple[str, ...] = ()
+    """Hosts excluded as stragglers: the others were predicted to be faster without them."""
 
     def expectation(self, quantity: str) -> Expectation | None:
         """Predicted beside measured, where at least one of them is known."""
@@ -91,19 +91,19 @@ class Chosen(Value):
 
 
 class Communication(Value):
-    """How several workers exchanged what they learnt."""
+    """Communication methods of a run with several workers."""
 
-    choices: tuple[Chosen, ...]
-    """In the order they were made; links may change, and workers."""
+    choices: tuple[ChosenMethod, ...]
+    """In order; links and workers may change."""
 
     @property
-    def newest(self) -> Chosen:
-        """How they communicate, or did at the end."""
+    def newest(self) -> ChosenMethod:
+        """The current or last one."""
         return self.choices[-1]
 
 
 def read_communication(log: RunLog) -> Communication | None:
-    """Every choice with what followed; None where nothing was ever chosen, as for one worker."""
+    """Every choice and its steps; None where nothing was chosen, as for one worker."""
     events = log.view.communications
     if not events:
         return None
@@ -115,15 +115,15 @@ def read_communication(log: RunLog) -> Communication | None:
         )
         for event, end in zip(events, ends, strict=True)
     ]
-    # What was replaced before a step was made with it, or whose steps were undone, tells nothing.
-    retained = [choice for choice in choices[:-1] if choice.steps or choice.aside] + choices[-1:]
+    # A choice that was replaced before its first step, or whose steps were undone, is left out.
+    retained = [choice for choice in choices[:-1] if choice.steps or choice.excluded] + choices[-1:]
     return Communication(choices=tuple(retained))
 
 
 def communication_lines(communication: Communication) -> Iterator[str]:
-    """What was chosen, what it did, who stepped aside, and what came before: at most a line each."""
+    """What was chosen, what it did, which hosts were excluded, and what came before: at most a line each."""
     newest = communication.newest
-    # Of a long reason the ends: the links, and how much faster it should be.
+    # Of a long reason the first and last part: the links, and the predicted gain.
     reason = without_name(newest).split("; ")
     yield f"{newest.name} ({newest.guarantee}): {'; '.join(dict.fromkeys((reason[0], reason[-1])))}"
     parts: list[str] = []
@@ -138,7 +138,7 @@ def communication_lines(communication: Communication) -> Iterator[str]:
     if parts:
         yield "; ".join(parts)
     for choice in communication.choices:
-        if choice.aside:
+        if choice.excluded:
             yield f"at step {choice.from_step + 1:,} {choice.reason.rpartition('; ')[2]}"
     before = [
         item.name for item, after in pairwise(communication.choices) if item.name != after.name
@@ -147,22 +147,22 @@ def communication_lines(communication: Communication) -> Iterator[str]:
         yield f"before step {newest.from_step + 1:,}: {', then '.join(before[-3:])}"
 
 
-def without_name(chosen: Chosen) -> str:
-    """The reason alone, which begins with the name of what was chosen."""
+def without_name(chosen: ChosenMethod) -> str:
+    """The reason without the leading name of the method."""
     return chosen.reason.removeprefix(f"{chosen.name}: ")
 
 
-def _beside(told: Expectation, show: Callable[[float], str]) -> str:
-    if told.predicted is None:
+def _beside(expectation: Expectation, show: Callable[[float], str]) -> str:
+    if expectation.predicted is None:
         return ""
-    ratio = "" if told.ratio is None else f", × {told.ratio:.2f}"
-    return f" ({show(told.predicted)} predicted{ratio})"
+    ratio = "" if expectation.ratio is None else f", × {expectation.ratio:.2f}"
+    return f" ({show(expectation.predicted)} predicted{ratio})"
 
 
-def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> Chosen:
-    return Chosen(
+def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> ChosenMethod:
+    return ChosenMethod(
         at=event.at,
-        # A worker that goes on from a checkpoint chooses before it has read it.
+        # A resumed worker chooses before it has read the checkpoint.
         from_step=int(records[0]["step"]) - 1 if records else event.step,
         steps=len(records),
         name=event.chosen,
@@ -174,7 +174,7 @@ def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> Chose
         candidates=tuple(_candidates(event)),
         refused=event.refused,
         links=tuple(_links(event.links)) if event.links else (),
-        aside=tuple(_excluded_hosts(event)),
+        excluded=tuple(_excluded_hosts(event)),
     )
 
 
@@ -209,7 +209,7 @@ def _expect(
             quantity=quantity,
             predicted=expected,
             measured=measured,
-            # Fewer steps than there are between two exchanges say nothing of what these take.
+            # Fewer steps than between two exchanges say nothing about the exchange time.
             ratio=_ratio(expected, measured) if len(records) >= every else None,
         )
 
@@ -221,7 +221,7 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 def _usual(
     records: Sequence[Record], read: Callable[[Record], float | None], *, every: int = 1
 ) -> float | None:
-    """The median over stretches of the mean step: each stretch holds as many exchanges as the next."""
+    """Median over spans of the mean step: each span holds as many exchanges as the next."""
     matching_values = [
         value for record in records if (value := read(record)) is not None and math.isfinite(value)
     ]

@@ -16,13 +16,13 @@ _QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
 
 
 def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
-    """Every quantity of a prediction, as far as it is known."""
+    """Every quantity of a prediction, where known."""
     predicted = plan.prediction.model_dump() if plan else {}
     estimate = plan.estimate.model_dump() if plan and plan.estimate else {}
     intervals = estimate.get("intervals", {})
     measured = _measured(log, predicted)
     estimate = {
-        # Without an interval the total has a part that nobody predicted: start-up.
+        # Without an interval the total has a part that was not predicted: start-up.
         quantity: value
         for quantity, value in estimate.items()
         if quantity not in _TOTALS or quantity in intervals
@@ -51,12 +51,12 @@ def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparis
 
 
 def _measured(log: RunLog, predicted: dict[str, Any]) -> dict[str, float | None]:
-    """What the worker measured; until it says so, what its records give."""
+    """Measured by the worker; before it reports, computed from its records."""
     if log.view.measured is not None:
         return log.view.measured.model_dump()
     memory = [value for _, value in points(log.records, "memory_bytes")]
     samples = samples_of_steps(log.records)
-    # As the worker counts: a step waits for data and computes; a stall is not part of it.
+    # As in the worker: a step consists of data wait and compute; a stall is not part of it.
     busy = sorted(step_s(record) for record in log.records)
     busy_s = sum(busy)
     total_s = log.wall_s or None

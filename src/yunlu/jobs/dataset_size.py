@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import DataSpec, Job
 
 LANGUAGE_MODELING = "language-modeling"
-# What an empty data.max_length stands for when a text is read: blocks of a short text are short.
+# Default of data.max_length when a text is read: blocks of a short text are short.
 _SHORT, _LONG, _MANY_BYTES = 128, 512, 8 << 20
 _SKLEARN = {"digits": 1797, "iris": 150, "wine": 178, "breast_cancer": 569, "diabetes": 442}
 _SYNTHETIC = {"films": 16_000, "reviews": 6_000, "dates": 10_000}
@@ -23,15 +23,15 @@ _PYTHON_DOCS_BYTES = 520_000
 _BYTES_PER_TOKEN = {"bytes": 1.0, "bpe": 3.0}
 _BYTES_PER_HF_TOKEN = 4.0
 _LINES = {".csv": 1, ".tsv": 0, ".jsonl": 0, ".ndjson": 0, ".txt": 0, ".text": 0}
-"""Formats with a sample on each line, and the lines before the first."""
+"""Formats with one sample per line, and their number of header lines."""
 _MEDIA = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".wav", ".flac"}
 _READ_BYTES = 64 << 20
-"""Of a larger file so much is looked at, and the rest is taken to be like it."""
+"""Of a larger file so much is read, and the rest is extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSize:
-    """Samples of each part."""
+    """Samples of each split."""
 
     train: int
     validation: int
@@ -39,7 +39,7 @@ class DatasetSize:
 
 
 def measure_dataset(job: Job, *, seq: int) -> DatasetSize:
-    """Samples that the job trains, validates and tests on; ``seq`` tokens each where text is one stream."""
+    """Samples of each split; ``seq`` tokens each where text is one stream."""
     data = job.data
     if data.samples is not None or data.tokens is not None:
         tokens = data.tokens or 0
@@ -62,7 +62,7 @@ def measure_dataset(job: Job, *, seq: int) -> DatasetSize:
 
 
 def block_length(job: Job) -> int:
-    """Tokens of a sample where neither the job nor the model says."""
+    """Tokens per sample where neither the job nor the model says."""
     if job.task != LANGUAGE_MODELING:
         return _LONG
     try:
@@ -115,7 +115,7 @@ def _bytes_of(source: str) -> int:
 
 
 def _files(source: str) -> Iterator[Path]:
-    """The files behind a local path; anything else cannot be counted at a glance."""
+    """Files behind a local path; other sources cannot be counted cheaply."""
     path = Path(source).expanduser()
     try:
         matches = (
@@ -139,7 +139,7 @@ def _count_file(file: Path, source: str) -> int:
     if suffix == ".npy":
         return _count_array(file)
     if file.is_relative_to(Path(source).expanduser()) and file != Path(source).expanduser():
-        return 0  # something else beside the samples of a folder
+        return 0  # other files beside the samples of a folder
     raise _uncounted(source)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, what it lacks, and the command that installs it."""
+"""State of this machine: what is installed, what is missing, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OptionalPart(Value):
 
 
 class _Probed(Value):
-    """What the training room printed."""
+    """Output of the probing process."""
 
     machine: Machine | None
     torch: TorchState
@@ -69,7 +69,7 @@ class _Probed(Value):
 
 
 class MachineFindings(_Probed):
-    """What ``yunlu doctor`` found."""
+    """Result of ``yunlu doctor``."""
 
     yunlu: str
     python: str
@@ -77,7 +77,7 @@ class MachineFindings(_Probed):
     parts: tuple[OptionalPart, ...]
     can_train: bool
     advice: tuple[str, ...]
-    """What to mend before this machine can train; empty where it can."""
+    """What to fix before this machine can train; empty where it can."""
 
 
 def examine_machine() -> MachineFindings:
@@ -97,7 +97,7 @@ def examine_machine() -> MachineFindings:
 
 
 def _probe() -> _Probed:
-    """Probe in a process of its own: torch takes seconds and may be absent."""
+    """Probe in a separate process: importing torch takes seconds and may fail."""
     command = [sys.executable, "-m", "yunlu.training.probe", "--measure"]
     try:
         done = subprocess.run(  # noqa: S603 (our own module)
@@ -118,12 +118,12 @@ def _probe() -> _Probed:
 
 
 def examine_store(home: Path) -> StoreState:
-    """Whether runs can be written, and how much space is left."""
+    """Whether runs can be written, and the free space."""
     ground = next(folder for folder in (home, *home.parents) if folder.exists())
     problem = None
     try:
         check_home(home)
-        # Only writing proves it: permissions say nothing of full disks and read-only mounts.
+        # Only writing proves it: permissions do not show full disks and read-only mounts.
         with tempfile.NamedTemporaryFile(dir=ground, prefix=".yunlu-doctor-") as file:
             file.write(b"\0" * 4096)
             file.flush()
@@ -140,7 +140,7 @@ def examine_store(home: Path) -> StoreState:
 
 
 def list_advice(torch: TorchState, store: StoreState) -> tuple[str, ...]:
-    """What to mend before this machine can train."""
+    """What to fix before this machine can train."""
     advice: list[str] = []
     if torch.version is None:
         advice.append(f"torch {torch.problem}. Install it: {INSTALL_TORCH}")

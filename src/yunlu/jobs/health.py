@@ -26,7 +26,7 @@ _MUCH_PADDING = 0.2
 _MUCH_WAITING = 0.4
 _LITTLE_EFFECTIVE = 0.95
 _FAR = 2.0
-"""A batch this many times above or below the noise scale is worth a word."""
+"""A batch this many times above or below the noise scale is reported."""
 
 
 def read_padding(records: Sequence[Record]) -> PaddingCost | None:
@@ -38,7 +38,7 @@ def read_padding(records: Sequence[Record]) -> PaddingCost | None:
 
 
 def padding_shares(records: Sequence[Record]) -> list[Point]:
-    """Padding in each step's tokens."""
+    """Share of padding in each step's tokens."""
     return [
         (int(record["step"]), record.get("padding", 0.0) / record["tokens"])
         for record in records
@@ -63,7 +63,7 @@ def find_issues(
     padding: PaddingCost | None,
     worker_group: WorkerGroupHistory | None = None,
 ) -> tuple[Finding, ...]:
-    """What stands out, the most serious first."""
+    """Issues, the most serious first."""
     result = [
         *_worker_group_issues(worker_group),
         *_about_memory(incidents),
@@ -144,7 +144,7 @@ def _about_rollbacks(incidents: Sequence[Incident]) -> Iterator[_Said]:
 def _about_skips(incidents: Sequence[Incident]) -> Iterator[_Said]:
     skipped = [event for event in incidents if isinstance(event, StepSkipped)]
     why = Counter[str](event.reason for event in skipped)
-    # A scale that is too large is how the right one is found: no trouble, and so said apart.
+    # A loss scale that is too large is normal while the right one is searched: reported apart.
     overflows = why.pop("overflow", 0)
     if why:
         first = next(event for event in skipped if event.reason != "overflow")

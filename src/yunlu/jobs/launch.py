@@ -111,9 +111,7 @@ def _join_or_raise(launch: LaunchInfo) -> RunStore:
         error = error_of(event for event, _ in run.read_events())
         if error is not None:
             raise error
-    raise TrainingError(
-        f"worker {launch.rank} of {launch.size} failed", hint="its output tells more"
-    )
+    raise TrainingError(f"worker {launch.rank} of {launch.size} failed", hint="see its output")
 
 
 def find_previous_run(job: Job, launch: LaunchInfo) -> RunStore | None:

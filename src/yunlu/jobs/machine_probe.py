@@ -31,7 +31,7 @@ class ProbeProgress(Value):
     """Which part of a probe is being measured."""
 
     part: str
-    place: int
+    index: int
     of: int
     """Number of parts; 0 where not known yet."""
 
@@ -87,7 +87,7 @@ def forget_runs(*, all_: bool = False) -> ForgottenRuns:
 def measure(on_progress: Callable[[ProbeProgress], None] | None = None) -> MachineProfile:
     """Run the measuring process to its end."""
     if on_progress is not None:
-        on_progress(ProbeProgress(part="starting", place=0, of=0))
+        on_progress(ProbeProgress(part="starting", index=0, of=0))
     for message in _read_messages():
         if "probed" in message:
             return MachineProfile.model_validate(message["probed"])
@@ -115,7 +115,7 @@ def _read_messages() -> Iterator[dict[str, Any]]:
             output = process.stderr.read().strip().splitlines()
             raise ProbeError(
                 f"the machine could not be measured: {output[-1] if output else 'no message'}",
-                hint="yunlu doctor tells what is missing",
+                hint="yunlu doctor shows what is missing",
             )
         finally:
             process.terminate()

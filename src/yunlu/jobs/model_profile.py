@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 _MEASURE = (sys.executable, "-m", "yunlu.training.model_profiler")
-"""Started by name: nothing here imports the training room."""
+"""Started by module name: nothing here imports ``yunlu.training``."""
 _PREFIX = "hf:"
 _BYTE_TOKENS = 259
-"""Tokens of the tokenizer ``bytes``: each byte, and three marks."""
+"""Vocabulary of the tokenizer ``bytes``: each byte and three special tokens."""
 _TRANSFORMERS: dict[str, Own] = {"language-modeling": "causal", "seq2seq": "seq2seq"}
 _HEADS: dict[str, Head] = {
     "language-modeling": "tokens",
@@ -50,20 +50,20 @@ _WORDS_SHOWN = 5
 
 
 class JobShape(Value):
-    """A shape, and where it is from."""
+    """A model shape and its source."""
 
     shape: ModelShape
     source: Literal["known", "config", "arguments", "measured"]
     note: str = ""
-    """What a user should know of it; empty where there is nothing."""
+    """Note for the user; empty where there is none."""
     seq: int | None = None
-    """Tokens of a sample, where job, model or data say so."""
+    """Tokens per sample, where job, model or data define it."""
     train_samples: int | None = None
-    """Samples to train on, where the data was looked at."""
+    """Training samples, where the data was read."""
 
 
 def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> JobShape:
-    """The shape of the job's model; only what no description tells is measured, in a process.
+    """Shape of the job's model; measured in a subprocess only where no description is known.
 
     Args:
         job: Its task, model and data.
@@ -83,7 +83,7 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> JobShape:
 
 
 def _described(job: Job, command: Sequence[str]) -> JobShape | None:
-    """From a ``config.json``: in a directory, known here, or fetched alone from the hub."""
+    """From a ``config.json``: in a directory, built in, or downloaded alone from the hub."""
     name = job.model.name
     index = Path(name.removeprefix(_PREFIX)).expanduser()
     if (index / "config.json").is_file():
@@ -97,7 +97,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
         config, where, source = _fetch(str(index), command), f"{name}: config.json", "config"
     config = {**config, **job.model.args}
     if index.is_dir() and not can_describe(config):
-        return None  # it is here, so it can be measured
+        return None  # it is local, so it can be measured
     shape = shape_from_config(config, where=where, head=_HEADS.get(job.task))
     adapted = {"name": name.removeprefix(_PREFIX), "adapter": own_adapter(job.model.adapter)}
     return JobShape(shape=shape.model_copy(update=adapted), source=source)
@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_arguments(job: Job) -> JobShape | None:
-    """Our own transformer, where the job says how many tokens there are."""
+    """Our own transformer, where the job defines the vocabulary."""
     kind = _TRANSFORMERS.get(job.task)
     if kind is None or job.model.name != "transformer" or job.data.max_length == "auto":
         return None
@@ -129,7 +129,7 @@ def _from_arguments(job: Job) -> JobShape | None:
     try:
         shape = own_transformer(kind, **arguments)
     except TypeError:
-        return None  # an argument it does not have: the builder says so better
+        return None  # an unknown argument: the builder has a better error message
     adapted = shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
     return JobShape(shape=adapted, source="arguments")
 
@@ -139,7 +139,7 @@ def _measured(job: Job, command: Sequence[str]) -> JobShape:
     try:
         return JobShape.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
-        pass  # never measured, torn, or of another version
+        pass  # never measured, damaged, or of another version
     answer = _ask(command, job.model_dump_json())["found"]
     result = JobShape(
         shape=ModelShape.model_validate(answer["shape"]),
@@ -158,7 +158,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
-        pass  # never fetched, or torn
+        pass  # never downloaded, or damaged
     config = _ask([*command, "--config", name], "")["config"]
     _keep(path, json.dumps(config))
     return config
@@ -173,7 +173,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
-    """The answer of a process that may import torch."""
+    """Answer of a subprocess that may import torch."""
     require_training()
     done = subprocess.run(  # noqa: S603 (our own interpreter and module)
         list(command),
@@ -196,9 +196,9 @@ def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
     return answer
 
 
-def _as_error(told: Mapping[str, Any]) -> YunluError:
+def _as_error(answer: Mapping[str, Any]) -> YunluError:
     kinds = {kind.code: kind for kind in _every_kind(YunluError)}
-    return kinds.get(told["code"], YunluError)(told["message"], hint=told["hint"])
+    return kinds.get(answer["code"], YunluError)(answer["message"], hint=answer["hint"])
 
 
 def _every_kind(kind: type[YunluError]) -> list[type[YunluError]]:
@@ -206,7 +206,7 @@ def _every_kind(kind: type[YunluError]) -> list[type[YunluError]]:
 
 
 def _fingerprint(job: Job) -> str:
-    """Changes with whatever a measured shape depends on: model, data, code and packages."""
+    """Hash of everything a measured shape depends on: model, data, code and packages."""
     result = {
         "task": job.task,
         "model": job.model.model_dump(mode="json"),
@@ -219,7 +219,7 @@ def _fingerprint(job: Job) -> str:
 
 
 def _files(job: Job) -> list[Path]:
-    """Local files that decide: the user's own code, his data, a configuration."""
+    """Local files it depends on: the user's code, data, configuration."""
     paths = [Path(job.data.train).expanduser()]
     for reference in (job.model.name, job.task):
         if names_object(reference):

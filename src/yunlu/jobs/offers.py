@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 _TRAINABLE_KINDS = {"cuda", "rocm", "cpu", "mps"}
-"""Other devices are only compared, where somebody names them."""
+"""Other devices are only compared, where the user names them."""
 _TOO_OLD = {"K80"}
-"""No CUDA that torch is built with knows them."""
+"""Not supported by any CUDA version that torch is built with."""
 _OLD = {"P4", "P100", "V100-16GB", "V100-32GB"}
 """Older than Turing: since torch 2.11 only its legacy build, with CUDA 12.6, has kernels for them."""
 
 _BUSY = 1.2
-"""What ran while others slowed the machine down by more says little of what it does alone."""
+"""Runs slowed down by other load by more than this are not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchingOffers:
-    """Hardware to choose from, what it costs, and what to know about it."""
+    """Hardware to choose from, its prices, and notes."""
 
     configs: tuple[HardwareConfig, ...]
     prices: tuple[Price, ...]
@@ -49,7 +49,7 @@ class MatchingOffers:
 
 
 def find_offers(job: Job, catalog: Catalog) -> MatchingOffers:
-    """All that the job's goal allows."""
+    """All offers that the job's goal allows."""
     goal, notes = job.goal, list[str]()
     _refuse_here(goal)
     may_be_here = goal.cloud is None or HERE in goal.cloud
@@ -75,14 +75,14 @@ def find_offers(job: Job, catalog: Catalog) -> MatchingOffers:
 
 
 def can_train(catalog: Catalog, device: str) -> bool:
-    """Whether our engine runs on such a device; this machine's own is none of the catalog's."""
+    """Whether our engine supports such a device."""
     if not catalog.has_device(device):
         return True
     return catalog.device(device).kind in _TRAINABLE_KINDS and device not in _TOO_OLD
 
 
 def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuery:
-    """The question with this machine as earlier runs of the same job measured it.
+    """The query with this machine calibrated by earlier runs of the same job.
 
     ``batch`` is the one that such a run had. Only runs on one device teach: their layout, precision
     and batch are predicted, and the ratio is taken to hold for the others too, though less surely.
@@ -107,7 +107,7 @@ def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuer
         return median(result) if result else None
 
     step_s, held = measured("step_s"), measured("memory_bytes")
-    # Without the learned correction: what was measured here takes its place.
+    # Without the learned correction: measurements of this machine replace it.
     predicted_s = float(step_time(point).total_s[0])
     predicted_bytes = float(predict_memory(point, question.work).total[0])
     corrected = replace(
@@ -130,7 +130,7 @@ def calibrate_here(question: LayoutQuery, job: Job, *, batch: int) -> LayoutQuer
 def _predict_run(
     question: LayoutQuery, config: HardwareConfig, precision: str, batch: int
 ) -> QueryBatch | None:
-    """The run on one device of a hardware config, as it would be predicted; None where it could not be."""
+    """Prediction of a run on one device of a hardware config; None where there is none."""
     rules = question.rules.get(precision)
     if rules is None or precision not in config.peak_flops:
         return None
@@ -146,14 +146,14 @@ def _predict_run(
 
 
 def _refuse_here(goal: GoalSpec) -> None:
-    """This machine is a cloud of its own; what it is called as a device, its probe tells."""
+    """This machine counts as a cloud of its own; its device name comes from the probe."""
     for key, names in (("gpu", goal.gpu), ("region", goal.region)):
         if names is not None and HERE in names:
             raise PlanError(f"goal.{key}: here names a cloud.", hint="say --cloud here")
 
 
 def _offers(goal: GoalSpec, catalog: Catalog, notes: list[str]) -> list[Offer]:
-    """Those with a device, a cloud and a region that were asked for."""
+    """Offers with the requested devices, clouds and regions."""
     clouds = goal.cloud
     if clouds is not None and HERE not in catalog.clouds:
         clouds = [cloud for cloud in clouds if cloud != HERE]
@@ -191,7 +191,7 @@ def _in_regions(
 
 
 def _usable(offers: list[Offer], catalog: Catalog) -> list[Offer]:
-    """What we train on; where there is none of it, what an older torch does; else what can be compared."""
+    """Devices we train on; else those an older torch supports; else those that can be compared."""
     trained = [offer for offer in offers if can_train(catalog, offer.device)]
     return [offer for offer in trained if offer.device not in _OLD] or trained or offers
 

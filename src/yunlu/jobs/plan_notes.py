@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def note_lone(job: Job) -> list[str]:
-    """What keeps the job on one device, whatever the hardware."""
+    """Why the job must run on one device, on any hardware."""
     return [
         f"one device only, for {clash.key}: {clash.why}"
         for clash in find_conflicts(job)
@@ -25,7 +25,7 @@ def note_lone(job: Job) -> list[str]:
 
 
 def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
-    """What is less sure of the hardware that is shown than its figures look."""
+    """Caveats of the hardware shown."""
     terms = {
         (price.offer.cloud, price.offer.instance, price.offer.region): price.offer.terms
         for price in prices
@@ -44,12 +44,12 @@ def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
         notes.append(f"the network between nodes of {names} is assumed, not published")
     if floor:
         names = ", ".join(dict.fromkeys(floor))
-        notes.append(f"the spot price of {names} is the least the cloud asks: it may not be had")
+        notes.append(f"the spot price of {names} is the cloud's minimum: it may not be available")
     return notes
 
 
 def note_prices(options: PlanOptions) -> list[str]:
-    """Whose price nobody knows, and how to set it."""
+    """Offers without a known price, and how to set it."""
     unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
     if not unknown:
         return []

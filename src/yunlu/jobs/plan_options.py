@@ -72,21 +72,21 @@ class PlanOutcome(Value):
 
 
 def plan_options(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
-    """The best few ways to run a job, within its goal; where there are none, the nearest."""
+    """The best options for a job within its goal; where there are none, the nearest."""
     return search_options(job, top=top, catalog=catalog).options
 
 
 def search_options(
     job: Job, *, top: int = 3, catalog: Catalog | None = None, everything: bool = False
 ) -> PlanOutcome:
-    """As ``plan_options``; with ``everything``, also all candidates, for a picture."""
+    """As ``plan_options``; with ``everything``, also all candidates, for a plot."""
     began = time.process_time()
     if top < 1:
         raise PlanError(f"top: expected a whole number above 0, got {top}")
     catalog = catalog or open_catalog()
     ask, notes = make_query(job, catalog)
     weighed = rank_candidates(ask)
-    if not len(weighed.found) and (wider := _widen(ask, job)) is not None:
+    if not len(weighed.layouts) and (wider := _widen(ask, job)) is not None:
         ask, weighed = wider, rank_candidates(wider)
         notes.append(
             f"{USUAL_DEVICES} devices cannot hold the model: up to {MANY_DEVICES} were tried"
@@ -106,7 +106,7 @@ def search_options(
 
 
 def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
-    """All that the options of a job follow from, and what was assumed."""
+    """Query of a job's options, and the assumptions made."""
     described = find_shape(job)
     shape, seq = described.shape, _sequence_length(job, described)
     _refuse_layout(job, shape)
@@ -143,37 +143,37 @@ def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
     return ask, [*notes, *note_lone(job), *supply.notes]
 
 
-def _sequence_length(job: Job, found: JobShape) -> int:
-    if found.seq is not None:
-        return found.seq
+def _sequence_length(job: Job, profile: JobShape) -> int:
+    if profile.seq is not None:
+        return profile.seq
     if job.task not in _TEXT_TASKS:
         return 1
     wanted = block_length(job)
-    return min(wanted, found.shape.longest) if found.shape.longest else wanted
+    return min(wanted, profile.shape.longest) if profile.shape.longest else wanted
 
 
 def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
-    """How the learning rate follows the batch: as the job says, else as suits its optimiser."""
+    """How the learning rate scales with the batch: as the job says, else as suits its optimiser."""
     optimizer = job.train.optimizer
     if "scaling" in optimizer.model_fields_set or len(batches) == 1:
         return optimizer.scaling
     return _RULES[optimizer.name]
 
 
-def _work(job: Job, found: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
-    """How much there is to do, and the batches it may be done in."""
+def _work(job: Job, profile: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
+    """Amount of training, and the candidate batches."""
     train, notes = job.train, list[str]()
     amounts: DatasetSize | None = None
     try:
         amounts = measure_dataset(job, seq=seq)
     except DataError:
-        if found.train_samples is not None:
-            amounts = DatasetSize(train=found.train_samples, validation=0, test=0)
+        if profile.train_samples is not None:
+            amounts = DatasetSize(train=profile.train_samples, validation=0, test=0)
         elif train.steps is None:
             raise
         else:
             notes.append("data of unknown size: evaluation is not in the time (say data.samples)")
-    columns = columns_of(found.shape, seq)
+    columns = columns_of(profile.shape, seq)
     if train.steps is not None:
         batch = train.batch if train.batch != "auto" else DEFAULT_BATCH
         batches: tuple[int, ...] = (batch,)
@@ -200,14 +200,14 @@ def _work(job: Job, found: JobShape, seq: int) -> tuple[TrainingWork, tuple[int,
 
 
 def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ...]:
-    """The job's, or a few up to the largest that still teaches as much per sample."""
+    """The job's batch, or a few up to the largest without loss of sample efficiency."""
     if job.train.batch != "auto":
         return (choose_batch(job, samples),)
     least = min(DEFAULT_BATCH, samples)
     most = job.goal.max_batch
     if most is None and job.task == "language-modeling":
         epochs = job.train.epochs or DEFAULT_EPOCHS
-        # The batch that was best for a budget of arithmetic, in tokens (DeepSeek-AI 2024, equation 1).
+        # The best batch for a compute budget, in tokens (DeepSeek-AI 2024, equation 1).
         most = round(0.2920 * (flops * seq * samples * epochs) ** 0.3271 / seq)
     most = min(least if most is None else most, samples)
     if most <= least:
@@ -217,7 +217,7 @@ def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ..
 
 
 def _evaluations(job: Job, amounts: DatasetSize, samples: float) -> dict[str, Any]:
-    """What evaluating adds, as ``TrainingWork`` has it: after epochs a share, after steps by the batch."""
+    """Evaluation work as in ``TrainingWork``: after epochs a share, after steps by the batch."""
     every = job.train.evaluate
     times = samples / amounts.train if every == "epoch" else 0.0
     share = EVALUATED * (times * amounts.validation + amounts.test) / samples
@@ -231,7 +231,7 @@ def _evaluations(job: Job, amounts: DatasetSize, samples: float) -> dict[str, An
 
 
 def _refuse_layout(job: Job, shape: ModelShape) -> None:
-    """Raise where the job says a layout that our engine would refuse."""
+    """Raise where our engine would refuse the job's layout."""
     layout = job.layout
     refuse_conflicts(job, layout_from(layout, layout.sizes))
     ways, most = tensor_ways(shape), stages(shape)
@@ -273,7 +273,7 @@ def _check_micro_batch(job: Job, batches: tuple[int, ...]) -> None:
 
 
 def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]) -> LayoutRules:
-    """What the model allows and the job says, when its passes compute in a precision."""
+    """Layout rules: what the model allows and the job says, at a compute precision."""
     train, layout = job.train, job.layout
     tried = job.model_copy(update={"train": train.model_copy(update={"precision": precision})})
     clashes = list(find_conflicts(tried))
@@ -304,7 +304,7 @@ def _rules(job: Job, shape: ModelShape, precision: str, batches: tuple[int, ...]
 
 
 def _devices(job: Job) -> tuple[int, int]:
-    """The fewest and the most."""
+    """Fewest and most devices."""
     given = job.layout.said_workers if job.layout.is_whole else job.devices
     if given != "auto":
         return given, given
@@ -312,7 +312,7 @@ def _devices(job: Job) -> tuple[int, int]:
 
 
 def _widen(ask: OptionQuery, job: Job) -> OptionQuery | None:
-    """With many more devices, where nobody set a limit."""
+    """With many more devices, where no limit was set."""
     is_open = job.goal.max_devices is None and job.devices == "auto" and not job.layout.is_whole
     if not is_open:
         return None
@@ -322,15 +322,15 @@ def _widen(ask: OptionQuery, job: Job) -> OptionQuery | None:
 def _choose(
     ask: OptionQuery, weighed: RankedCandidates, catalog: Catalog, *, top: int
 ) -> PlanOptions:
-    """The best few; what we cannot train on stands last, however good it looks, for comparison."""
+    """The best few; devices we cannot train on come last, for comparison."""
     trained = [can_train(catalog, price.offer.device) for price in ask.prices]
-    if all(trained) or not any(trained) or not len(weighed.found):
+    if all(trained) or not any(trained) or not len(weighed.layouts):
         return choose_options(ask, weighed, top=top)
     parts: list[PlanOptions] = []
     for kind in (True, False):
         prices = tuple(p for p, item in zip(ask.prices, trained, strict=True) if item is kind)
         only = replace(ask, prices=prices)
-        priced = replace(weighed, candidates=price_all(only, weighed.found, weighed.steps))
+        priced = replace(weighed, candidates=price_all(only, weighed.layouts, weighed.steps))
         if len(priced.candidates):
             parts.append(choose_options(only, priced, top=top))
     first, *others = parts
@@ -346,11 +346,11 @@ def _choose(
 
 
 def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) -> list[str]:
-    """What would help: spot machines, more devices, other hardware; else, what helps most."""
+    """What would help: spot nodes, more devices, other hardware; else, what helps most."""
     text: dict[str, float] = {}
     for what, tried in _relax(ask, job, catalog):
         weighed = rank_candidates(tried)
-        if not len(weighed.found):
+        if not len(weighed.layouts):
             continue
         best = _choose(tried, weighed, catalog, top=1).best
         cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "
@@ -366,7 +366,7 @@ def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) 
 
 
 def _relax(ask: OptionQuery, job: Job, catalog: Catalog) -> Iterator[tuple[str, OptionQuery]]:
-    """The same question with one wish less, each."""
+    """The same query with one constraint less, each."""
     goal, most = job.goal, ask.question.most_devices
     if not goal.spot:
         yield "allow spot machines (--spot)", _supplied(ask, job, catalog, spot=True)

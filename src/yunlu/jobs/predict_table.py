@@ -27,10 +27,10 @@ class PredictedRow(Value):
     """Prediction for one row of a table, or the reason why there is none."""
 
     row: int
-    """From 0."""
+    """Index from 0."""
     model: str = ""
     reason: str | None = None
-    """Why nothing can be predicted."""
+    """Why there is no prediction."""
     tokens_per_s_per_device: float | None = None
     tokens_per_s_per_device_p10: float | None = None
     tokens_per_s_per_device_p90: float | None = None
@@ -43,7 +43,7 @@ class PredictedRow(Value):
     fits: bool | None = None
     stack: str | None = None
     assumed: str | None = None
-    """What the row does not say."""
+    """Assumptions where the row is silent."""
 
 
 def predict_file(path: Path) -> tuple[PredictedRow, ...]:
@@ -68,7 +68,7 @@ def predict_file(path: Path) -> tuple[PredictedRow, ...]:
     if not set(names) & set(COLUMNS):
         shown = ", ".join(names)
         raise DataError(
-            f"{path} has none of the columns that a run is told by; its first line is: "
+            f"{path} has none of the columns that describe a run; its first line is: "
             f"{shown if len(shown) < 200 else shown[:200] + ' ...'}",
             hint=_HINT,
         )

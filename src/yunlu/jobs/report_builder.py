@@ -70,7 +70,7 @@ def _read_report(run: RunStore) -> Report:
     log = read_run_log(run)
     job, view = _read_job(run), log.view
     state, plan, model = view.state, view.plan, view.model
-    metric, evaluations = read_evaluations(log, asked=plan.best_metric if plan else "auto")
+    metric, evaluations = read_evaluations(log, wanted=plan.best_metric if plan else "auto")
     shown = detailed(log, evaluations)
     newest = log.records[-1] if log.records else {}
     incidents, padding = view.incidents, read_padding(log.records)
@@ -147,7 +147,7 @@ def _job_yaml(job: dict[str, Any]) -> str:
     if not job:
         return ""
     parsed = _parse(Job, job)
-    # A job of another version is shown as it is.
+    # A job of another version is shown as stored.
     shown = parsed.model_dump(mode="json", exclude_defaults=True) if parsed else job
     return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
@@ -176,7 +176,7 @@ def _curves(log: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
     samples = samples_of_steps(records)
     items = dict(points(records, "items"))
     tokens = true_tokens(records)
-    # An estimate can miss its mark so far that it is not a size at all.
+    # An estimate can be so far off that it is not a size.
     noise = [(step, size) for step, size in points(records, "noise_scale") if 0 < size < math.inf]
     validation = [row for row in rows if row.split == "validation"]
     metrics = dict.fromkeys(name for row in validation for name in row.metrics)
@@ -192,7 +192,7 @@ def _curves(log: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
         "lr": points(records, "lr"),
         **_with_smoothed("grad_norm", points(records, "grad_norm")),
         **_with_smoothed("samples_per_s", rates(records, samples)),
-        # Where each sample is one item, or an item a token, the curve would only repeat another.
+        # Where each sample is one item, or an item a token, the curve would repeat another.
         **_with_smoothed(
             "items_per_s", rates(records, items) if items != samples and not tokens else []
         ),
@@ -211,7 +211,7 @@ def _curves(log: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
 
 
 def _batch_sizes(samples: dict[int, float]) -> list[Point]:
-    """The batch over the steps; the short one that ends an epoch is no change of it."""
+    """The batch over the steps; the short last batch of an epoch is not a change."""
     sizes = list(samples.items())
     return [
         (step, max(size, *(near for _, near in sizes[max(0, i - 1) : i + 2])))
@@ -220,7 +220,7 @@ def _batch_sizes(samples: dict[int, float]) -> list[Point]:
 
 
 def _with_smoothed(key: str, curve: Sequence[Point]) -> dict[str, Sequence[Point]]:
-    """The curve as it was, and a quieter one for the eye; smoothed before thinning, so true."""
+    """The curve and a smoothed one; smoothed before thinning, so that it is exact."""
     return {key: curve, f"{key}_smoothed": smooth(curve) if len(curve) >= 20 else []}
 
 
@@ -254,7 +254,7 @@ def _checkpoints(view: RunView, run: RunStore) -> tuple[SavedCheckpoint, ...]:
             seconds=checkpoint.seconds,
             stalled_s=checkpoint.stalled_s,
             metrics=checkpoint.metrics,
-            kept=bool(checkpoint.path) and run.has(checkpoint.path),
+            is_kept=bool(checkpoint.path) and run.has(checkpoint.path),
         )
         for step, checkpoint in sorted(latest.items())
     )

@@ -25,38 +25,38 @@ class TimeSplit(Value):
     """Where the time went."""
 
     totals: dict[str, float]
-    """Seconds by part, over all lives of the run."""
+    """Seconds by part, over all attempts of the run."""
     steps: tuple[int, ...]
-    """The last step of each stretch."""
+    """Last step of each span."""
     shares: dict[str, tuple[float, ...]]
-    """Share of each part in each stretch; they add up to 1."""
+    """Share of each part in each span; they add up to 1."""
 
 
 class Comparison(Value):
-    """One predicted quantity beside what was measured."""
+    """A predicted quantity beside its measured value."""
 
     quantity: str
     """A field of ``Prediction``."""
     estimated: float | None = None
-    """Before anything was timed."""
+    """Analytic estimate, before anything was timed."""
     interval: tuple[float, float] | None = None
     """10 to 90 % of what was predicted."""
-    inside: bool | None = None  # whether the measured value is; None while that cannot be said
+    inside: bool | None = None  # whether the measured value is in the interval; None while unknown
     predicted: float | None
     measured: float | None
     ratio: float | None
     """Measured over predicted; None where either is missing or the run is not complete."""
     so_far: bool
-    """A total that is still growing."""
+    """A total that still grows."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether any value is known."""
         return any(item is not None for item in (self.estimated, self.predicted, self.measured))
 
 
 class EvaluationRow(Value):
-    """The scores on one split after one step."""
+    """Scores on one split after one step."""
 
     split: str
     step: int
@@ -64,11 +64,11 @@ class EvaluationRow(Value):
     metrics: dict[str, float]
     seconds: float | None
     best: bool
-    """The best on the validation data, by the headline metric."""
+    """Best validation score by the headline metric."""
 
 
 class Headline(Value):
-    """The figure people quote."""
+    """The headline metric."""
 
     metric: str
     value: float
@@ -77,7 +77,7 @@ class Headline(Value):
 
 
 class ClassScore(Value):
-    """How well one label was found; None where nothing allows a score."""
+    """Scores of one label; None where undefined."""
 
     label: str
     precision: float | None
@@ -87,7 +87,7 @@ class ClassScore(Value):
 
 
 class ConfusionMatrix(Value):
-    """How often each true label (row) was taken for each label (column)."""
+    """Counts of true label (row) against predicted label (column)."""
 
     split: str
     step: int
@@ -105,7 +105,7 @@ class SavedCheckpoint(Value):
     seconds: float | None
     stalled_s: float | None
     metrics: dict[str, float]
-    kept: bool
+    is_kept: bool
 
 
 class Failure(Value):
@@ -120,7 +120,7 @@ class Failure(Value):
 
 
 class RunEnvironment(Value):
-    """On what the run ran."""
+    """Environment of the run."""
 
     yunlu: str | None
     python: str | None
@@ -133,7 +133,7 @@ class RunEnvironment(Value):
 
 
 class DataLineage(Value):
-    """From what the model was made."""
+    """Provenance of the model."""
 
     fingerprint: str | None
     source: str | None
@@ -145,87 +145,87 @@ class Finding(Value):
     """One observation that stands out; ``yunlu.render`` has its sentence in each language."""
 
     key: str
-    """Names the sentence: ``finding.KEY`` among the texts."""
+    """Key of the sentence: ``finding.KEY`` in the texts."""
     fields: dict[str, str]
-    """What the sentence quotes."""
+    """Values in the sentence."""
 
 
 class PaddingCost(Value):
-    """What samples of different length cost."""
+    """Cost of padding."""
 
     tokens: float
-    """Computed over the run, padding included."""
+    """Tokens computed, padding included."""
     padding: float
 
     @property
     def share(self) -> float:
-        """Of all that was computed."""
+        """Share of all tokens computed."""
         return self.padding / self.tokens if self.tokens else 0.0
 
 
 class WorkerStats(Value):
-    """What a step took one worker, in the last layout that it was part of."""
+    """Step statistics of one worker, in its last layout."""
 
     worker: str
     rank: int | None
-    """In the newest layout; None once it is gone."""
+    """In the newest layout; None once it has left."""
     host: str
     pid: int | None
     step_s: float | None
-    """Mean, waiting included."""
+    """Mean, including waiting."""
     wait_s: float | None
-    """Of this, waiting for others."""
+    """Part of it spent waiting for others."""
     memory_bytes: float | None
-    """The most seen in its whole life."""
+    """Peak over all attempts."""
     lost: str | None
-    """The fault that took it."""
+    """Cause of its loss."""
     steps: tuple[int, ...]
     compute_s: tuple[float, ...]
-    """Its step time without the waiting, over the steps of its whole life."""
+    """Step time without waiting, over all its steps."""
 
     @property
     def wait_share(self) -> float | None:
-        """Waiting for others, of its time."""
+        """Share of its time spent waiting for others."""
         if self.wait_s is None or not self.step_s:
             return None
         return min(self.wait_s / self.step_s, 1.0)
 
 
 class WorkerGroupHistory(Value):
-    """How several workers trained together."""
+    """History of the worker groups of a run."""
 
     effective: float | None
-    """Share of the time since the first step began in which new steps were made."""
+    """Share of the time since the first step in which new steps were made."""
     wall_s: float
     lost_s: float
     redone_steps: int
     communication_share: float | None
-    """Of the steps' time."""
+    """Share of the step time."""
     changes: tuple[GroupGeneration, ...]
     faults: tuple[LostWorker, ...]
     stragglers: tuple[StragglerSeen, ...]
     workers: tuple[WorkerStats, ...]
     began_at: float
-    """When the first step began."""
+    """Start of the first step."""
     pauses: tuple[tuple[float, float], ...]
-    """From when until when nobody was there to train."""
+    """Beginning and end of each time without workers."""
     elapsed_s: tuple[float, ...]
-    """Since the first step began, beside ``done_steps``: how far the run was when."""
+    """Seconds since the first step, beside ``done_steps``."""
     done_steps: tuple[int, ...]
 
     def elapsed_at(self, at: float) -> float:
-        """Seconds since the first step began, pauses left out."""
+        """Seconds since the first step, without pauses."""
         paused = ((min(at, until), since) for since, until in self.pauses)
         return at - self.began_at - sum(max(end - since, 0.0) for end, since in paused)
 
     @property
     def newest(self) -> GroupGeneration:
-        """The layout as it is, or was at the end."""
+        """The current or last layout."""
         return self.changes[-1]
 
 
 class Report(Value):
-    """Everything about one run."""
+    """Report of one run."""
 
     run_id: str
     path: str
@@ -238,15 +238,15 @@ class Report(Value):
     reason: str | None
     created_at: float | None
     finished_at: float | None
-    """The last sign of life, once the run rests."""
-    attempts: int  # how often a worker started; each one after the first is a resume
+    """Last event, once the run is no longer active."""
+    attempts: int  # number of attempts; each after the first is a resume
     resumed_from: tuple[int | None, ...]
-    """The step each later life went on from, where it is known."""
+    """Step that each later attempt resumed from, where known."""
     step: int
     epoch: float | None
     job: dict[str, Any]
     job_yaml: str
-    """What the job sets; what stands at its default is left out."""
+    """Keys that the job sets, without defaults."""
     plan: Plan | None
     comparisons: tuple[Comparison, ...]
     headline: Headline | None
@@ -254,11 +254,11 @@ class Report(Value):
     time: TimeSplit | None
     findings: tuple[Finding, ...]
     incidents: tuple[Incident, ...]
-    """In the order they happened, those of undone steps included."""
+    """In order, including those of undone steps."""
     padding: PaddingCost | None
     trace: TraceWritten | None
     worker_group: WorkerGroupHistory | None = None
-    """Only where several workers trained together."""
+    """Only where several workers trained."""
     communication: Communication | None = None  # likewise
     evaluations: tuple[EvaluationRow, ...]
     confusion: ConfusionMatrix | None
@@ -275,7 +275,7 @@ class Report(Value):
         return next((curve for curve in self.curves if curve.key == key), None)
 
     def comparison(self, quantity: str) -> Comparison:
-        """Predicted beside measured for a field of ``Prediction``."""
+        """Predicted and measured value of a field of ``Prediction``."""
         return next(
             one_comparison
             for one_comparison in self.comparisons

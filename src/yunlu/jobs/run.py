@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 32_768
 MEMORY = "memory"
-"""The code of the error of a run that was ended because it took more memory than it may."""
+"""Error code of a run that was killed for exceeding its memory limit."""
 _MORE_MEMORY = "say what it needs (train.memory_gb), or give it more devices (--min-devices)"
 
 
@@ -92,64 +92,64 @@ def advance_record(record: RunRecord, event: Event, offset: int) -> RunRecord:
 
 
 def detect_lost(run: RunStore, record: RunRecord) -> RunRecord:
-    """Bring the record up to date; if the worker vanished, add that to the run's events."""
+    """Update the record; if the worker vanished, append that to the run's events."""
     record = replay(run, record)
     if not record.state.is_active or worker_is_alive(run, record):
         return record
     try:
         with launch_lock(run, wait=False):
-            record = replay(run, record)  # its last words may have arrived meanwhile
+            record = replay(run, record)  # its last events may have arrived meanwhile
             if record.state.is_active and not worker_is_alive(run, record):
                 record = _reap(run, record)
-    except BlockingIOError:  # somebody is just starting or reaping its worker
+    except BlockingIOError:  # another process is starting or reaping its worker
         pass
     return record
 
 
 def _reap(run: RunStore, record: RunRecord) -> RunRecord:
-    """Write down how a run ended whose worker could not; the caller holds its lock."""
+    """Record the end of a run whose worker could not; the caller holds its lock."""
     outgrown = memory_limits.report_exceeded(run.id) if not is_elsewhere(run) else None
     if outgrown is not None:
         run.emit(ErrorRaised(code=MEMORY, message=outgrown, hint=_MORE_MEMORY))
         memory_limits.forget(run.id)
         return move(run, record, RunState.FAILED, seen_at=_last_sign(run))
-    # Who was asked to stop and is gone has stopped, if not gracefully.
+    # A worker that was asked to stop and is gone has stopped, if not gracefully.
     verdict = RunState.STOPPED if record.state is RunState.STOPPING else RunState.LOST
     text = _last_words(run, record)
     return move(run, record, verdict, reason=text, seen_at=_last_sign(run))
 
 
 def _last_sign(run: RunStore) -> float:
-    """When the worker last wrote: whoever finds it gone may come hours later."""
+    """When the worker last wrote: its loss may be noticed hours later."""
     stats = (run.stat(Log.EVENTS), run.stat(Log.METRICS))
     return max(stat.modified_at for stat in stats if stat is not None)
 
 
 def move(run: RunStore, record: RunRecord, state: RunState, **data: Any) -> RunRecord:
-    """Move the run, if the table of moves allows it, by one event. The caller holds its lock."""
+    """Change the state, if the transition table allows it, by one event. The caller holds its lock."""
     check_move(record.state, state)
     run.emit(StateChanged(state=state, **data))
     return replay(run, record)
 
 
 def worker_is_alive(run: RunStore, record: RunRecord) -> bool:
-    """Whether a process is answerable for the run: by its identity, or by the lock it holds."""
+    """Whether a process is responsible for the run: by its identity, or by the lock it holds."""
     if is_elsewhere(run):
         return is_held(run) or not worker_lock_is_free(run)
     worker = worker_of(run, record)
     if (worker is not None and worker.is_alive()) or not worker_lock_is_free(run):
         return True
-    # A worker group whose supervisor died goes on, and starts another one within seconds.
+    # A worker group whose supervisor died continues, and starts another one within seconds.
     return any(True for _ in running_workers(run))
 
 
 def worker_of(run: RunStore, record: RunRecord) -> WorkerProcess | None:
-    """The process that said it works on the run, else the one that was started for it."""
+    """The process that reported to work on the run, else the one that was started for it."""
     recorded = recorded_worker(run)
     if record.pid is None or record.process_started_at is None:
         return recorded
     if recorded is not None and recorded.pid == record.pid:
-        return recorded  # measured the same way as we look: the best identity there is
+        return recorded  # start time measured in the same way as ours: the best identity
     if recorded is not None and recorded.process_started_at > record.process_started_at:
         return recorded  # a supervisor that took over within the same attempt
     return WorkerProcess(
@@ -184,7 +184,7 @@ def recent_metrics(run: RunStore) -> list[StepMetrics]:
 
 
 def remaining_s(run: RunStore, record: RunRecord) -> float | None:
-    """How long the rest of the steps takes at the recent pace."""
+    """Remaining time at the recent pace."""
     recent = recent_metrics(run)
     if record.state is not RunState.RUNNING or len(recent) < 2 or not record.steps:
         return None
@@ -206,7 +206,7 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
         return last_reason(run)
     worker = worker_of(run, record)
     if worker is None or (record.state is RunState.PENDING and not worker.detached):
-        return "whoever submitted the run ended before its worker was started"
+        return "the process that submitted the run ended before its worker was started"
     code = worker.exit_code()
     if code is None:
         return f"the worker (process {worker.pid}) vanished without a word"

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Evaluated
 
 
-def read_evaluations(log: RunLog, *, asked: str) -> tuple[str, tuple[EvaluationRow, ...]]:
-    """The metric to quote, and all evaluations: validation by step, the test split last.
+def read_evaluations(log: RunLog, *, wanted: str) -> tuple[str, tuple[EvaluationRow, ...]]:
+    """The headline metric and all evaluations: validation by step, the test split last.
 
-    The metric is the one ``asked`` for, else the one that the task names first.
+    The metric is the one ``wanted`` for, else the one that the task names first.
     """
     result = _by_split_and_step(log)
     order = sorted(result, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
     rows = [_row(result[key]) for key in order]
     names = [name for row in rows for name in row.metrics]
-    metric = asked if asked in {*names, "loss"} else next(iter(names), "loss")
+    metric = wanted if wanted in {*names, "loss"} else next(iter(names), "loss")
     best = _best([row for row in rows if row.split == "validation"], metric)
     return metric, tuple(row.model_copy(update={"best": row is best}) for row in rows)
 
 
 def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
-    """The metric on the test split where there is one, else the best on the validation split."""
+    """The metric on the test split, else the best on the validation split."""
     tested = [row for row in rows if row.split == "test"]
     quoted = tested or [row for row in rows if row.best] or list(rows)
     if not quoted:
@@ -45,7 +45,7 @@ def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
 
 
 def detailed(log: RunLog, rows: Sequence[EvaluationRow]) -> Evaluated | None:
-    """The evaluation worth a closer look: the test's, else the best one's, else the last."""
+    """The evaluation to show in detail: of the test split, else the best, else the last."""
     scored = _by_split_and_step(log)
     for row in sorted(
         rows, key=lambda row: (row.split == "test", row.best, row.step), reverse=True

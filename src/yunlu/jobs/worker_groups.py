@@ -63,16 +63,16 @@ def read_worker_groups(
 
 
 def read_samples(run: RunStore) -> Iterator[dict[str, Any]]:
-    """What the workers said of themselves, about once a second."""
+    """Samples that the workers report, about once a second."""
     for record, _ in run.read_log(Log.RANK_METRICS):
         if isinstance(record, dict):
             yield record
 
 
 def newest_worker_group(run: RunStore) -> GroupGeneration | None:
-    """The layout a run has now; None where it has one plain worker."""
+    """The current layout of a run; None where it has a single worker."""
     if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
-        return None  # spares those who list many runs the reading of every log
+        return None  # avoids reading every log when many runs are listed
     return read_view(run).worker_group
 
 
@@ -84,13 +84,13 @@ def name_worker(worker: LostWorker | WorkerLost | StragglerSeen | ErrorRaised) -
 
 
 def gist_of(detail: str | None) -> str:
-    """The line that says it: of a traceback the last, of other words the first."""
+    """One-line summary: the last line of a traceback, the first of other texts."""
     lines = (detail or "").strip().splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0]
 
 
 def first_failure(view: RunView) -> LostWorker | None:
-    """The worker whose own error came first in the last attempt: the others fail because of it."""
+    """The worker whose own error came first in the last attempt: the others failed because of it."""
     newest = max(len(view.attempts), 1)
     failed = (lost for lost in view.lost_workers if lost.cause == "failed")
     return next((lost for lost in failed if lost.attempt == newest), None)
@@ -101,7 +101,7 @@ def _time_lost(
     changes: Sequence[GroupGeneration],
     pauses: Sequence[tuple[float, float]],
 ) -> tuple[float, dict[_Key, float]]:
-    """Seconds since the first step began, and what each change took of them.
+    """Seconds since the first step, and the time lost by each change.
 
     Within a generation all time counts as used: an evaluation or a checkpoint is work too. Between
     two steps of different generations only the later step itself does, so that steps which had
@@ -121,7 +121,7 @@ def _time_lost(
 
 
 def _pauses(log: RunLog) -> tuple[tuple[float, float], ...]:
-    """Time between two attempts, in which nobody was there to train."""
+    """Time between two attempts, without workers."""
     return tuple(
         (before.ended_at, after.started_at)
         for before, after in pairwise(log.attempts)
@@ -137,7 +137,7 @@ def _span_s(since: float, until: float, pauses: Sequence[tuple[float, float]]) -
 def _course(
     records: Sequence[Record], pauses: Sequence[tuple[float, float]]
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """How far the run was at which second; flat while nothing new was done."""
+    """Steps done over time; flat while nothing new was done."""
     if not records:
         return (), ()
     began_at = records[0]["at"] - step_s(records[0])
@@ -169,7 +169,7 @@ def _members(
     faults: Sequence[LostWorker],
     samples: Iterable[dict[str, Any]],
 ) -> Iterator[WorkerStats]:
-    """One for each worker that ever held a rank: those of today by rank, then those that are gone."""
+    """Every worker that ever held a rank: current ones by rank, then those that left."""
     sums = _sum_up(samples)
     known = {rank.worker: rank for change in changes for rank in change.ranks}
     now = {rank.worker: rank.rank for rank in changes[-1].ranks}
@@ -201,22 +201,22 @@ def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
             if not isinstance(item, dict):
                 continue
             own = sums[_text(item.get("worker"))]
-            if own.generation != generation:  # the steps of two layouts have no common mean
+            if own.generation != generation:  # steps of two layouts have no common mean
                 own.generation, own.step_s, own.wait_s, own.count = generation, 0.0, 0.0, 0
             _add(own, item, step)
     return sums
 
 
-def _add(own: _Sums, said: dict[str, Any], step: int | None) -> None:
-    memory = number(said.get("memory_bytes"))
+def _add(own: _Sums, sample: dict[str, Any], step: int | None) -> None:
+    memory = number(sample.get("memory_bytes"))
     if memory is not None and math.isfinite(memory):
         own.memory_bytes = max(own.memory_bytes or 0.0, memory)
-    took, waited = number(said.get("step_s")), number(said.get("wait_s")) or 0.0
+    took, waited = number(sample.get("step_s")), number(sample.get("wait_s")) or 0.0
     if not took or not math.isfinite(took + waited):
         return  # it has not done a step yet
     own.step_s, own.wait_s, own.count = own.step_s + took, own.wait_s + waited, own.count + 1
     if step is not None:
-        while own.compute and step <= own.compute[-1][0]:  # done again, or not yet the next one
+        while own.compute and step <= own.compute[-1][0]:  # repeated, or not yet the next one
             own.compute.pop()
         own.compute.append((step, max(took - waited, 0.0)))
 

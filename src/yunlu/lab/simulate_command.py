@@ -1,4 +1,4 @@
-"""``yunlu pool simulate``: what policies would make of a recorded workload."""
+"""``yunlu pool simulate``: replay a recorded workload under several policies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def simulate(
         raise SimulationError(f"--policy: name a policy; known: {', '.join(POLICIES)}.")
     nodes = parse_cluster(cluster)
     types = dict.fromkeys(node.type for node in nodes)
-    for name in names:  # a misspelt name should not wait for the simulation of the others
+    for name in names:  # a misspelt name should fail before the others are simulated
         if len(types) == 1 or name not in TYPE_AWARE:
             make_policy(name)
     if plot is not None:
@@ -265,7 +265,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _whole(value: float) -> float:
-    """As a whole number where it is one: whole seconds stay exact."""
+    """As an integer where it is one: whole seconds stay exact."""
     return int(value) if value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""``yunlu pool spot``: what a job with a deadline would have cost on spot, replayed on a trace."""
+"""``yunlu pool spot``: cost of a job with a deadline on spot, replayed on a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Words = Annotated[str | None, Parameter(show_default=False)]
 
 
 class SpotError(YunluError):
-    """What is asked of a replay on spot cannot be."""
+    """Invalid options of a spot replay."""
 
     code = "spot"
 
@@ -89,7 +89,7 @@ def spot(
         from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(market, PRIOR, random=random) for market in markets]
-    begun = draw_starts(markets, job, each=starts, random=random)
+    begun = draw_starts(markets, job, per_market=starts, random=random)
     trials = replay_jobs(job, begun, knows_past=past, with_optimum=optimum)
     standings = summarise_policies(trials)
     if plot is not None:

@@ -1,1 +1,1 @@
-"""What is decided before anyone pays: pure functions from values to values."""
+"""Planning: layouts, predictions and options, as pure functions from values to values."""

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 _EVALUATED = 1 / 3
-"""A forward pass alone, of both."""
+"""Cost of a forward pass alone, as a share of forward and backward."""
 _TIMES = ("probe_s", "update_s", "own_s", "load_s_per_sample", "evaluate_s_per_sample")
 _LOAD_SPREAD = 0.35
-"""Standard deviation of what a busy machine's load becomes, as a share of its logarithm."""
+"""Standard deviation of the change of a machine's load, as a share of its logarithm."""
 _START_SPREAD = 0.3
-"""Standard deviation of the logarithm of start-up: disks have caches, data and models differ."""
+"""Standard deviation of the logarithm of the start-up time: disk caches, data and models differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticEstimate:
-    """A profile that nobody measured, and how far to trust it."""
+    """Estimated profile of a model, and its uncertainty."""
 
     raw: Profile
-    """By arithmetic and the probe."""
+    """From FLOP counts and the machine profile."""
     profile: Profile
-    """As earlier runs teach to correct it."""
+    """With the corrections learned from earlier runs."""
     step: RatioEstimate
     memory: RatioEstimate
     device: str
@@ -46,7 +46,7 @@ class AnalyticEstimate:
     work: str
     busy: float
     start_s: float | None
-    """Start-up as the probe knows it; None where it does not, and then no total is predicted."""
+    """Start-up time of the probe; None where unknown, and then no total is predicted."""
 
 
 def make_estimate(
@@ -59,7 +59,7 @@ def make_estimate(
     busy: float = 1.0,
     workers: int = 1,
 ) -> AnalyticEstimate:
-    """From what is known of the model (``profile`` gives counts and settings, none of its times).
+    """From counts and settings in ``profile``; none of its times are used.
 
     ``busy`` is by how much others slow this machine down now. Runs on one worker teach of ``workers``
     how far steps are off, with no more certainty than before any run; of their memory, nothing.
@@ -90,12 +90,12 @@ def make_estimate(
 
 
 def contention(load: float, *, cores: int, threads: int) -> float:
-    """By how much others slow a run down that share its cores, as far as their load goes on."""
+    """Slowdown by other processes on the same cores, if their load persists."""
     return max(1.0, (load + threads) / cores)
 
 
 def measured_with(profile: Profile, work: OperatorWork | None, probed: MachineProfile) -> Profile:
-    """What was timed, with what nobody timed: the engine's own part of a step, and the link."""
+    """The measured profile, with estimates of what was not timed: engine overhead and link."""
     threads = profile.settings.threads
     rest_s = 0.0 if work is None else own_s(work, probed, threads=threads)
     return profile.model_copy(update={"own_s": rest_s, "link": link_of(probed)})
@@ -106,11 +106,11 @@ def _slowed(profile: Profile, factor: float) -> Profile:
 
 
 _COMPUTING = {"micro_batch", "recompute", "gradient_release", "quantize", "ema", "memory_gb"}
-"""Besides model, data, batch, precision and optimiser: what a step's time and memory depend on."""
+"""Further job keys that step time and memory depend on, besides model, data, batch, precision and optimiser."""
 
 
 def name_work(job: Job) -> str:
-    """Names what a job computes: the same model and batch on the same data, however long."""
+    """Identifies the computation of a job: model, batch and data, independent of its length."""
     model = job.model.model_dump(mode="json", exclude_defaults=True)
     data = job.data.model_dump(mode="json", exclude={"samples", "tokens"})
     how = job.train.model_dump(mode="json", include=_COMPUTING, exclude_defaults=True)
@@ -121,12 +121,12 @@ def name_work(job: Job) -> str:
 
 
 def stack_of(settings: StepSettings) -> str:
-    """Whose software computes: a compiled model is another stack."""
+    """Software stack; a compiled model is another stack."""
     return "yunlu" if settings.compile == "none" else f"yunlu-{settings.compile}"
 
 
 def link_of(probed: MachineProfile) -> Link | None:
-    """What the probe found between two workers; one way, as plans count what is sent."""
+    """Measured link between two workers; one direction, as plans count sent bytes."""
     if probed.link is None:
         return None
     result = probed.link.all_reduce
@@ -151,7 +151,9 @@ def _arithmetic(
         "load_s_per_sample": per_sample_s(probed),
         "evaluate_s_per_sample": _EVALUATED * probe_s / samples,
     }
-    changes["peak_bytes"] = None  # seen in passes: only what the process held before counts here
+    changes["peak_bytes"] = (
+        None  # measured in passes: only the memory of the process before counts here
+    )
     if start_s is not None:
         changes["startup_s"] = start_s
     return profile.model_copy(update=changes)
@@ -160,7 +162,7 @@ def _arithmetic(
 def predict_from(
     guess: AnalyticEstimate, predict: Callable[[Profile], Prediction]
 ) -> AnalyticPrediction:
-    """The guess through the planner's own arithmetic, with intervals."""
+    """The estimate through the planner's arithmetic, with intervals."""
     raw, result = predict(guess.raw), predict(guess.profile)
     load_sd = _LOAD_SPREAD * math.log(guess.busy)
     step_sd = math.hypot(guess.step.sd, NOISE["step_s"], load_sd)
@@ -198,7 +200,7 @@ def _around(value: float, factor: float) -> tuple[float, float]:
 
 
 def _both(one: float, factor: float, other: float, other_factor: float) -> tuple[float, float]:
-    """Of the sum of two that know nothing of each other: distances add as their squares do."""
+    """Of the sum of two independent quantities: distances add in quadrature."""
     low = math.hypot(one - one / factor, other - other / other_factor)
     high = math.hypot(one * factor - one, other * other_factor - other)
     return one + other - low, one + other + high

@@ -34,9 +34,9 @@ Quantity = Literal["step_s", "memory_bytes"]
 FILE = "calibration.json"
 """Below the settings' cache."""
 VERSION = 1
-"""To be raised with every change of the arithmetic that is calibrated: old lessons are then void."""
+"""Raised with every change of the calibrated formulas: earlier measurements are then invalid."""
 MOST_RUNS = 200
-"""The oldest are forgotten: software changes."""
+"""The oldest are dropped: software changes."""
 Z_80 = 1.2815515655446004
 """Of a normal distribution, 80 % lie within so many standard deviations."""
 
@@ -44,22 +44,22 @@ SPREADS: Mapping[Quantity, tuple[float, ...]] = {
     "step_s": (0.20, 0.12, 0.08, 0.15),
     "memory_bytes": (0.08, 0.05, 0.03, 0.08),
 }
-"""Standard deviations of the log ratio that devices, stacks, precisions and works have of their own."""
+"""Prior standard deviations of the log ratio of devices, stacks, precisions and workloads."""
 NOISE: Mapping[Quantity, float] = {"step_s": 0.08, "memory_bytes": 0.03}
-"""Of two runs of the very same."""
+"""Standard deviation between two identical runs."""
 _DOUBT = 3.0
-"""How noisy a device is shows only in several runs: of one, noise is taken to vary so much more."""
+"""Extra variance of the noise while a device has few runs."""
 _PLAUSIBLE = 1.25
-"""Standard deviations that a run may lie off what the others let expect; beyond, it is cut to that."""
+"""Largest deviation of a run from the others, in standard deviations; beyond, it is clipped."""
 _ROUNDS = 500
 _SETTLED = 1e-10
 
 
 class RunMeasurement(FiniteFigures):
-    """One quantity of one run, predicted without calibration, beside what was measured."""
+    """Predicted (without calibration) and measured value of one quantity of one run."""
 
     run: str
-    """Tells it from others, without saying where it lies; a run counts once."""
+    """Identifies the run without its path; a run counts once."""
     at: float
     """Seconds since the epoch, when it ended."""
     quantity: Quantity = "step_s"
@@ -67,46 +67,46 @@ class RunMeasurement(FiniteFigures):
     stack: str
     precision: str
     work: str
-    """Names what was computed: runs of one work tell less about others than about it."""
+    """Identifies the computation: runs of the same work are correlated."""
     predicted: float
     measured: float
     busy: float = 1.0
-    """By how much others were taken to slow it down; that guess is part of ``predicted``."""
+    """Assumed slowdown by other processes; part of ``predicted``."""
 
     @property
     def log_ratio(self) -> float:
-        """Above zero where it took more than was predicted."""
+        """Above zero where it took more than predicted."""
         return math.log(self.measured / self.predicted)
 
     @property
     def path(self) -> tuple[str, ...]:
-        """From what is most to what is least common."""
+        """From the most to the least common level."""
         return self.device, self.stack, self.precision, self.work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioEstimate:
-    """About the log of measured over predicted."""
+    """Posterior of the log ratio measured / predicted."""
 
     mean: float
     sd: float
-    """Of what is still unknown, a run's own noise not included."""
+    """Standard deviation of the mean, without the noise of a single run."""
     runs: int
-    """From how many."""
+    """Number of runs it is based on."""
 
     @property
     def factor(self) -> float:
-        """What to multiply a prediction with."""
+        """Correction factor of a prediction."""
         return math.exp(self.mean)
 
     @property
     def variance(self) -> float:
-        """Of the mean."""
+        """Variance of the mean."""
         return self.sd**2
 
 
 class Calibration(FiniteFigures):
-    """All that runs have taught; frozen, and small enough for a file that people can read."""
+    """Measurements of all runs; frozen, and stored as a readable file."""
 
     version: Literal[1] = VERSION
     figures: tuple[RunMeasurement, ...] = ()
@@ -120,7 +120,7 @@ class Calibration(FiniteFigures):
         *,
         quantity: Quantity = "step_s",
     ) -> RatioEstimate:
-        """What is to be expected of this; of what no run has met, what is known of its like."""
+        """Posterior for this key; for a key without runs, from the levels above."""
         requested = [device, stack, precision, work]
         return self._beliefs[quantity].at([item for item in requested if item is not None])
 
@@ -137,7 +137,7 @@ class Calibration(FiniteFigures):
 
 
 def parse_calibration(text: bytes | str) -> Calibration:
-    """What a file holds, without what is unsound; nothing learnt where it is torn or of another version."""
+    """Content of a file without invalid rows; empty if it is damaged or of another version."""
     try:
         result = Calibration.model_validate_json(text)
     except ValidationError:
@@ -146,7 +146,7 @@ def parse_calibration(text: bytes | str) -> Calibration:
 
 
 def learn(calibration: Calibration, figures: Sequence[RunMeasurement]) -> Calibration:
-    """With some more runs; one that was there is replaced, the oldest beyond the limit forgotten."""
+    """With more runs; a run that was there is replaced, the oldest beyond the limit are dropped."""
     result = [figure for figure in figures if _is_sound(figure)]
     new = {(item.run, item.quantity) for item in result}
     retained = [
@@ -162,7 +162,7 @@ def learn(calibration: Calibration, figures: Sequence[RunMeasurement]) -> Calibr
 
 
 def forget(calibration: Calibration, runs: set[str]) -> Calibration:
-    """Without what these runs taught."""
+    """Without these runs."""
     return Calibration(figures=tuple(e for e in calibration.figures if e.run not in runs))
 
 
@@ -181,7 +181,7 @@ def apply(
     index: NDArray[np.intp],
     quantity: Quantity = "step_s",
 ) -> tuple[Column, Column, Column]:
-    """Predictions and the factors of their 10 to 90 % interval, as runs have taught.
+    """Corrected predictions and the factors of their 10 to 90 % interval.
 
     ``keys`` are the distinct (device, stack, precision), ``index`` says which one each point has.
     What runs have made sure narrows the interval; where there is no run, nothing changes.
@@ -196,14 +196,14 @@ def apply(
 
 
 def _narrow(edge: Column, known: Column, least: Column) -> Column:
-    """The distance of an edge with so much less variance; never surer than the belief itself."""
+    """Distance of an edge with reduced variance; never below that of the posterior itself."""
     spread = np.abs(edge) / Z_80
     floor = np.minimum(spread, least)
     return Z_80 * np.sqrt(np.maximum(spread**2 - known, floor**2))
 
 
 class _Beliefs:
-    """The expectations of all that runs share, found together: a joint normal, one row for each run."""
+    """Joint normal posterior of all levels, one row for each run."""
 
     def __init__(
         self, figures: Sequence[RunMeasurement], *, spreads: tuple[float, ...], noise: float
@@ -219,14 +219,14 @@ class _Beliefs:
         own = _own_variance(figures, noise)
         believed = _damp(seen, shared, own)
         self._pull = np.linalg.solve(shared + np.diag(own), believed)
-        # What was not believed is doubt about the run, and so about what it taught.
+        # What was clipped adds to the variance of the run.
         self._sure = np.linalg.inv(shared + np.diag(own + (seen - believed) ** 2))
 
     def at(self, path: Sequence[str]) -> RatioEstimate:
         unknown = float(self._variances[: len(path)].sum())
         requested = [self._numbers.get(tuple(path[: depth + 1]), -1) for depth in range(len(path))]
         met = self._paths[:, : len(path)] == requested
-        # What two have in common varies in both: this is their covariance.
+        # Shared levels make two runs correlated: this is their covariance.
         shared = met @ self._variances[: len(path)]
         if not shared.any():
             return RatioEstimate(mean=0.0, sd=math.sqrt(unknown), runs=0)
@@ -240,16 +240,16 @@ class _Beliefs:
 
 
 def _own_variance(figures: Sequence[RunMeasurement], noise: float) -> Column:
-    """Of each run by itself: more while a device has few, and where others had the machine."""
+    """Noise variance of each run: larger while a device has few runs, or when others used the machine."""
     runs = Counter(figure.device for figure in figures)
-    # Nobody knows whether the load that was predicted stayed or went: the factor is in doubt as a whole.
+    # Whether the assumed load persisted is unknown: the whole factor is uncertain.
     loads = [math.log(max(figure.busy, 1.0)) ** 2 for figure in figures]
     counts = np.array([runs[figure.device] for figure in figures])
     return noise**2 * (1 + _DOUBT / counts) + np.array(loads)
 
 
 def _damp(seen: Column, shared: Column, own: Column) -> Column:
-    """Each run, no further than plausible from what all the others say; alone, from no correction.
+    """Clip each run to a plausible distance from the others' prediction; a single run, from no correction.
 
     Expectations that leave one run out are Rasmussen and Williams 2006, equations 5.10 to 5.12. The map
     is a contraction (others never count for more than one in all), so it has one fixed point; it never

@@ -18,17 +18,17 @@ _CUT: tuple[Axis, ...] = ("fsdp", "tp", "pp")
 
 
 class Conflict(NamedTuple):
-    """A key of the job, the axes it does not go with, and why."""
+    """A job key, the axes it excludes, and why."""
 
     key: str
     axes: tuple[Axis, ...]
     why: str
     zero1: bool = False
-    """Whether it does not go with replicas that share out the optimiser's state."""
+    """Whether it excludes sharding of the optimiser state over replicas (ZeRO-1)."""
 
 
 def refuse_conflicts(job: Job, layout: Layout) -> None:
-    """Raise where the job asks for something that the layout cannot give."""
+    """Raise where the layout does not support a setting of the job."""
     for clash in find_conflicts(job):
         used = [axis for axis in clash.axes if layout.size_of(axis) > 1]
         if used:
@@ -44,7 +44,7 @@ def refuse_conflicts(job: Job, layout: Layout) -> None:
 
 
 def restrict(facts: SplitConstraints, job: Job) -> SplitConstraints:
-    """The facts with the axes that the job's own wishes exclude: nothing else will be chosen."""
+    """The constraints without the axes that the job excludes."""
     why_not, why_not_zero1 = dict(facts.why_not), facts.why_not_zero1
     for clash in find_conflicts(job):
         for axis in clash.axes:
@@ -55,7 +55,7 @@ def restrict(facts: SplitConstraints, job: Job) -> SplitConstraints:
 
 
 def find_conflicts(job: Job) -> Iterator[Conflict]:
-    """Everything in the job that some axis excludes."""
+    """All conflicts between the job and parallel axes."""
     yield from _clashes_with_any(job)
     train, optimizer = job.train, job.train.optimizer
     if optimizer.name in {"lamb", "lars"}:

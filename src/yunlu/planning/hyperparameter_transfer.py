@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferScale:
-    """How large a training is."""
+    """Size of a training."""
 
     parameters: float
-    """All weights but embeddings and head; of a mixture of experts those that rest, too."""
+    """All weights but embeddings and head; of a mixture of experts, inactive experts included."""
     tokens: float
-    """That the training sees, repeats counted."""
+    """Training tokens, repetitions included."""
 
     @property
     def flops(self) -> float:
@@ -38,7 +38,7 @@ class TransferScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateAndBatch:
-    """What a rule decides."""
+    """Learning rate and batch."""
 
     lr: float
     batch_tokens: float
@@ -46,7 +46,7 @@ class RateAndBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """How far the best rate and batch of this data lie from a rule's, in octaves."""
+    """Offset of the best rate and batch on this data from a rule's, in octaves."""
 
     lr: float = 0.0
     batch: float = 0.0
@@ -54,7 +54,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A small run that was made."""
+    """Result of a small run."""
 
     scale: TransferScale
     setting: RateAndBatch
@@ -63,17 +63,17 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A published rule, and where it holds."""
+    """A published rule, and its range of validity."""
 
     name: str
     source: str
     lr: Callable[[TransferScale], float]
     batch_tokens: Callable[[TransferScale], float]
     why_not: Callable[[TransferScale], str]
-    """Why it says nothing of a scale; empty where it does."""
+    """Why it does not cover a scale; empty where it does."""
 
     def at(self, scale: TransferScale, shift: Shift | None = None) -> RateAndBatch:
-        """Rate and batch for a scale, moved by what small runs have shown."""
+        """Rate and batch for a scale, shifted by the small runs."""
         moved = shift or Shift()
         return RateAndBatch(
             lr=self.lr(scale) * 2.0**moved.lr,
@@ -83,7 +83,7 @@ class Rule:
     def with_batch(
         self, scale: TransferScale, batch_tokens: float, shift: Shift | None = None
     ) -> RateAndBatch:
-        """The rate for a batch that is chosen already."""
+        """The rate for a given batch."""
         best = self.at(scale, shift)
         factor = (batch_tokens / best.batch_tokens) ** _OTHER_BATCH
         return RateAndBatch(lr=best.lr * factor, batch_tokens=batch_tokens)
@@ -93,7 +93,7 @@ _OTHER_BATCH = 0.3
 """The best rate at another batch than the best one goes with this power of it: on Step Law's trainings
 0.2 for dense models and 0.4 for mixtures of experts, in the median."""
 _REACH = 4.0
-"""A rule is trusted so many times beyond what it was fitted on."""
+"""Factor beyond its fitted range up to which a rule is used."""
 
 
 def _why_not_step_law(scale: TransferScale) -> str:
@@ -133,7 +133,7 @@ RULES = (STEP_LAW, DEEPSEEK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a rule says of a job, and why."""
+    """Recommendation of a rule, and why."""
 
     setting: RateAndBatch
     rule: Rule
@@ -143,7 +143,7 @@ class Advice:
 def advise(
     job: Job, scale: TransferScale, *, batch_tokens: float | None = None, shift: Shift | None = None
 ) -> Advice | None:
-    """The published rate and batch for a job; none where no rule was made for its like.
+    """The published rate and batch for a job; None where no rule covers it.
 
     With ``batch_tokens``, the rate for this batch.
     """
@@ -164,7 +164,7 @@ def advise(
 
 
 def why_no_rule(job: Job) -> str:
-    """Why the rules say nothing of a job, whatever its size; empty where they do."""
+    """Why no rule covers a job of any size; empty where one does."""
     model, optimizer = job.model, job.train.optimizer
     if job.task != "language-modeling":
         return f"the rules are of language models, not of {job.task}"
@@ -181,19 +181,19 @@ def why_no_rule(job: Job) -> str:
 
 
 _NEAR = 0.02
-"""Runs this much worse than the best of their scale say nothing about the ground of the bowl."""
+"""Runs this much worse than the best of their scale are left out of the fit."""
 _CURVATURE = (0.8, 0.6, -0.2)
 """Of the loss in per cent, per octave of the rate squared, of the batch, of both: what Step Law's
 trainings have, within a factor of two."""
 _TRUST = 3.0
-"""How much that counts against the runs."""
+"""Weight of that prior against the runs."""
 _LEAST_CURVATURE = 0.05
 _BEYOND = 0.5
-"""Octaves that the ground may lie outside of what was tried."""
+"""Octaves that the optimum may lie outside the tried range."""
 
 
 def fit_shift(runs: Iterable[Observed], *, rule: Rule = STEP_LAW) -> Shift:
-    """The intercepts of a rule from small runs, of one scale or several; its exponents stay.
+    """Fit the intercepts of a rule to small runs of one or several scales; its exponents stay.
 
     One bowl, the same in octaves around the rule for all scales, is laid through the losses
     (least squares, its curvature drawn to the usual one, so that a handful of runs is enough).
@@ -240,6 +240,6 @@ def _ground(tried: Sequence[tuple[Observed, tuple[float, float]]]) -> np.ndarray
     result = np.linalg.lstsq(np.array(rows), np.array(losses), rcond=None)[0][len(levels) :]
     slope, (xx, yy, xy) = result[:2], result[2:]
     bowl = np.array([[xx, xy], [xy, yy]])
-    if np.linalg.eigvalsh(bowl)[0] < _LEAST_CURVATURE:  # a saddle: each way by itself
+    if np.linalg.eigvalsh(bowl)[0] < _LEAST_CURVATURE:  # a saddle: each axis by itself
         bowl = np.diag([max(xx, _CURVATURE[0] / 4), max(yy, _CURVATURE[1] / 4)])
     return -np.linalg.solve(bowl, slope)

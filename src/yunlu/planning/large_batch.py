@@ -17,7 +17,7 @@ WARMUP_STEPS = 500
 LINEAR_WARMUP_EPOCHS = 5
 LONGEST_WARMUP_SHARE = 0.2
 LEAST_WORTH = 0.7
-"""Of a sample, where the batch follows the replicas: more of them is not worth less."""
+"""Least efficiency of a sample where the batch grows with the replicas."""
 
 _REASONS = {
     "linear": "the rate grows with the batch (linear rule, Goyal et al. 2017)",

@@ -10,13 +10,13 @@ from yunlu.core.value import Value
 from yunlu.spec.layout import read_axes
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""From the outermost to the innermost: neighbours in ``tp`` talk the most, so they sit together."""
+"""From the outermost to the innermost: ``tp`` communicates the most, so its ranks are adjacent."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class RankCoordinates(NamedTuple):
-    """Where a rank stands on each axis."""
+    """Coordinates of a rank on each axis."""
 
     pp: int = 0
     dp: int = 0
@@ -25,40 +25,40 @@ class RankCoordinates(NamedTuple):
 
 
 class Layout(Value):
-    """How many ways each axis splits the work; one worker for every combination."""
+    """Size of each parallel axis; one worker for every combination."""
 
     dp: int = Field(default=1, ge=1)
-    """Replicas, each with its own samples of a step."""
+    """Data-parallel replicas, each with its own samples of a step."""
     fsdp: int = Field(default=1, ge=1)
     """Ways in which weights, gradients and optimiser state are sharded, each with its own samples."""
     tp: int = Field(default=1, ge=1)
-    """Ways in which each weight matrix is cut."""
+    """Ways in which each weight matrix is split."""
     pp: int = Field(default=1, ge=1)
-    """Stages in a row, each with some of the layers."""
+    """Pipeline stages, each with some of the layers."""
     sequence: bool = False
-    """Between the cut matrices, the sequence is cut too (with ``tp``)."""
+    """Sequence parallelism between the split matrices (with ``tp``)."""
     vocabulary: bool = False
-    """The loss is computed on the cut vocabulary (with ``tp``)."""
+    """The loss is computed on the split vocabulary (with ``tp``)."""
     zero1: bool = False
-    """Replicas share out the optimiser's state (with ``dp``)."""
+    """Optimiser state is sharded over replicas (with ``dp``)."""
     schedule: Schedule = "1f1b"
-    """In which order a stage takes its micro-batches (with ``pp``)."""
+    """Pipeline schedule (with ``pp``)."""
     stages_per_rank: int = Field(default=1, ge=1)
     """More than one only where the schedule is interleaved."""
 
     @property
     def world(self) -> int:
-        """Workers in all."""
+        """Number of workers."""
         return self.pp * self.dp * self.fsdp * self.tp
 
     @property
     def replicas(self) -> int:
-        """Ways in which the samples of a step are shared out."""
+        """Ways in which the samples of a step are split."""
         return self.dp * self.fsdp
 
     @property
     def is_single(self) -> bool:
-        """Whether one worker does everything."""
+        """Whether there is one worker."""
         return self.world == 1
 
     @property
@@ -67,14 +67,14 @@ class Layout(Value):
         return self.pp * self.stages_per_rank
 
     def place_of(self, rank: int) -> RankCoordinates:
-        """Where a rank stands."""
+        """Coordinates of a rank."""
         rest, tp = divmod(rank, self.tp)
         rest, fsdp = divmod(rest, self.fsdp)
         pp, dp = divmod(rest, self.dp)
         return RankCoordinates(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
 
     def replica_of(self, rank: int) -> int:
-        """Which share of a step's samples a rank takes."""
+        """Replica index of a rank: its share of a step's samples."""
         coordinates = self.place_of(rank)
         return coordinates.dp * self.fsdp + coordinates.fsdp
 
@@ -85,12 +85,12 @@ class Layout(Value):
         return " x ".join(axes) or "single"
 
     def size_of(self, axis: str) -> int:
-        """How many ways an axis splits."""
+        """Size of an axis."""
         sizes = {"pp": self.pp, "dp": self.dp, "fsdp": self.fsdp, "tp": self.tp}
         return sizes[axis]
 
 
 def parse_layout(text: str) -> Layout | None:
-    """``dp2 x tp2``, ``fsdp4``, ``single``; none where it is not a layout."""
+    """Parse ``dp2 x tp2``, ``fsdp4``, ``single``; None where it is not a layout."""
     sizes = read_axes(text)
     return None if sizes is None or "cp" in sizes else Layout.model_validate(sizes)

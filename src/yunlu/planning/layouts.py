@@ -12,7 +12,7 @@ from yunlu.core.units import show_bytes
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts, restrict
 from yunlu.planning.layout import Layout
 from yunlu.planning.split_constraints import (
-    NOBODY_LOOKED,
+    NOT_EXAMINED,
     SplitConstraints,
     WorkerShare,
     moved_share,
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _SMALLEST = WorkerShare(micro_batch=1, micros=1)
-_NOBODY_ASKED = LayoutSpec()
+_AUTO_LAYOUT = LayoutSpec()
 
 _Key: TypeAlias = "Callable[[Layout], tuple[float, ...]]"
 
@@ -52,7 +52,7 @@ _COPIES = "copies of it take their own samples"
 
 
 def count_devices(job: Job, *, gpus: int) -> int:
-    """How many workers a job takes on a machine with so many GPUs."""
+    """Number of workers of a job on a machine with so many GPUs."""
     if job.devices != "auto":
         return job.devices
     given = job.layout.said_workers
@@ -62,13 +62,13 @@ def count_devices(job: Job, *, gpus: int) -> int:
     return max(gpus // given * given, 1)
 
 
-def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
-    """The layout of these sizes, with those of the options asked for that mean something in it."""
+def layout_from(wanted: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
+    """The layout of these sizes, with the requested options that apply to it."""
     dp, fsdp, tp, pp = (sizes.get(axis, 1) for axis in SPLITTING)
-    stages = asked.stages_per_rank
+    stages = wanted.stages_per_rank
     if stages == "auto":
-        stages = 2 if asked.schedule == "interleaved" else 1
-    schedule = asked.schedule
+        stages = 2 if wanted.schedule == "interleaved" else 1
+    schedule = wanted.schedule
     if schedule == "auto":
         schedule = "interleaved" if stages > 1 else "1f1b"
     return Layout(
@@ -76,9 +76,9 @@ def layout_from(asked: LayoutSpec, sizes: Mapping[str, int]) -> Layout:
         fsdp=fsdp,
         tp=tp,
         pp=pp,
-        sequence=asked.sequence and tp > 1,
-        vocabulary=asked.vocabulary and tp > 1,
-        zero1=asked.zero1 and dp > 1 and fsdp == 1,
+        sequence=wanted.sequence and tp > 1,
+        vocabulary=wanted.vocabulary and tp > 1,
+        zero1=wanted.zero1 and dp > 1 and fsdp == 1,
         schedule=schedule if pp > 1 else "1f1b",
         stages_per_rank=stages if pp > 1 else 1,
     )
@@ -102,10 +102,10 @@ def choose_layout(
     *,
     batch: int,
     room_bytes: float,
-    asked: LayoutSpec = _NOBODY_ASKED,
+    wanted: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> tuple[Layout, str]:
-    """The layout for so many devices, and why; what was asked for stays as it is.
+    """The layout for so many devices, and why; a requested layout stays as it is.
 
     Replicas while the model fits one device; then sharding, within each node and replicated over
     the nodes where that is enough; then cut matrices, within a node; a pipeline last.
@@ -115,11 +115,11 @@ def choose_layout(
         facts: What the model allows (see ``restrict`` for what the job does).
         batch: Samples of a step; there are never more replicas.
         room_bytes: Memory of one device that weights, gradients, state and activations may take.
-        asked: What the user says.
+        wanted: Layout keys of the job.
         nodes: Machines that the devices are spread over, evenly.
     """
-    if asked.is_whole:
-        layout = layout_from(asked, asked.sizes)
+    if wanted.is_whole:
+        layout = layout_from(wanted, wanted.sizes)
         if layout.world < devices:
             raise JobError(
                 f"The layout {layout} is for {layout.world} devices, not {devices}.",
@@ -131,10 +131,10 @@ def choose_layout(
     def key(layout: Layout) -> tuple[float, ...]:
         return _plainness(layout, nodes=nodes)
 
-    result, refused = _search(devices, facts, asked, batch=batch, room_bytes=room_bytes, key=key,
-                             pins=asked.sizes)  # fmt: skip
+    result, refused = _search(devices, facts, wanted, batch=batch, room_bytes=room_bytes, key=key,
+                             pins=wanted.sizes)  # fmt: skip
     reason = _reason(result, facts, batch=batch, devices=devices, room_bytes=room_bytes)
-    reason += _lost_zero1(result, facts, asked)
+    reason += _lost_zero1(result, facts, wanted)
     return result, _with_idle(reason, result, devices, refused)
 
 
@@ -145,10 +145,10 @@ def replan(
     *,
     batch: int,
     room_bytes: float,
-    pinned: LayoutSpec = _NOBODY_ASKED,
+    pinned: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> Layout:
-    """The layout for another number of devices, as near to this one as it can be."""
+    """The layout for another number of devices, as similar to this one as possible."""
     result, _ = replan_with_reason(
         layout, devices, facts, batch=batch, room_bytes=room_bytes, pinned=pinned, nodes=nodes
     )
@@ -162,10 +162,10 @@ def replan_with_reason(
     *,
     batch: int,
     room_bytes: float,
-    pinned: LayoutSpec = _NOBODY_ASKED,
+    pinned: LayoutSpec = _AUTO_LAYOUT,
     nodes: int = 1,
 ) -> tuple[Layout, str]:
-    """As ``replan``, with the reason in words.
+    """As ``replan``, with the reason.
 
     ``pinned`` is what the user asked for. It comes back as soon as the number of devices allows it;
     until then as many of its axes as possible stay.
@@ -181,7 +181,7 @@ def replan_with_reason(
         changes = (_violated(new, pinned), _changes(layout, new), new.pp, new.tp)
         return (*changes, moved_share(layout, new), *_plainness(new, nodes=nodes))
 
-    options = _options_of(layout) if pinned == _NOBODY_ASKED else pinned
+    options = _options_of(layout) if pinned == _AUTO_LAYOUT else pinned
     result, refused = _search(
         devices, facts, options, batch=batch, room_bytes=room_bytes, key=key, pins={}
     )
@@ -196,14 +196,14 @@ def replan_with_reason(
 
 
 def _refusal(layout: Layout, facts: SplitConstraints, batch: int) -> YunluError | None:
-    """Why the layout cannot be, if it cannot."""
+    """Why the layout is impossible; empty if it is possible."""
     for axis in SPLITTING:
         if layout.size_of(axis) > 1 and axis in facts.why_not:
             why, hint = (
                 facts.why_not[axis],
                 f"leave {axis} out of the layout, or leave layout: auto",
             )
-            if why == NOBODY_LOOKED:
+            if why == NOT_EXAMINED:
                 hint = f"start a new run with --devices {layout.world}, or {hint}"
             return ModelError(f"The layout {layout} cannot be: no {axis} here, {why}.", hint=hint)
     if layout.replicas > batch:
@@ -232,7 +232,7 @@ def _refusal(layout: Layout, facts: SplitConstraints, batch: int) -> YunluError 
 
 
 def _option_refusal(layout: Layout) -> YunluError | None:
-    """Options without the axis that they are for."""
+    """Options whose axis has size 1."""
     has_stages = layout.stages_per_rank > 1
     wrong = {
         "sequence needs tp": layout.sequence and layout.tp == 1,
@@ -259,7 +259,7 @@ def _search(
     key: _Key,
     pins: Mapping[str, int],
 ) -> tuple[Layout, YunluError | None]:
-    """The best layout of the most devices that can be used; and what kept all from being used."""
+    """The best layout of the most devices that can be used, and why not all can."""
     refused: YunluError | None = None
     tight: Layout | None = None
     for count in range(devices, 0, -1):
@@ -290,7 +290,7 @@ def fits(layout: Layout, facts: SplitConstraints, room_bytes: float) -> bool:
 
 
 def _allowed(layout: Layout, facts: SplitConstraints) -> Layout:
-    """The layout without the options that the model does not allow: one stage a rank, no zero1."""
+    """The layout without options that the model does not support: interleaving, ZeRO-1."""
     if layout.zero1 and facts.why_not_share(layout):
         layout = layout.model_copy(update={"zero1": False})
     if layout.pp <= facts.layers < layout.stages:
@@ -299,7 +299,7 @@ def _allowed(layout: Layout, facts: SplitConstraints) -> Layout:
 
 
 def _splits(count: int) -> Iterator[dict[str, int]]:
-    """Every way to write a number as a product of four axes."""
+    """Every factoring of a number into four axes."""
     for pp in _divisors(count):
         for tp in _divisors(count // pp):
             for fsdp in _divisors(count // (pp * tp)):
@@ -311,27 +311,27 @@ def _divisors(number: int) -> list[int]:
 
 
 def _plainness(layout: Layout, *, nodes: int) -> tuple[float, ...]:
-    """The less of a pipeline, the less is cut, the less is sharded, the plainer."""
+    """Preference: less pipeline, then less tensor parallelism, then less sharding."""
     per_node = layout.world // nodes if layout.world % nodes == 0 else layout.world
-    is_torn = per_node % layout.tp != 0  # neighbours in tp talk too much for a network
+    is_torn = per_node % layout.tp != 0  # tp communicates too much for a network
     is_sharded = layout.fsdp > 1
     is_across = layout.fsdp != max(per_node // layout.tp, 1)
     return (layout.pp, is_torn, layout.tp, is_sharded, is_sharded and is_across, -layout.fsdp)
 
 
 def _changes(old: Layout, new: Layout) -> int:
-    """How much the cut of the model changes: a matrix put together again is less than one recut."""
+    """How much the split of the model changes: joining a matrix counts less than splitting it anew."""
     count = 0
     for axis in ("tp", "pp"):
         if new.size_of(axis) != old.size_of(axis):
             count += 1 if new.size_of(axis) == 1 else 2
-    # Shards with replicas of them stay as they are where they can: a replica covers for a loss.
+    # Shards with replicas stay where possible: a replica covers for a loss.
     is_recut = old.dp > 1 and old.fsdp > 1 and new.fsdp != old.fsdp
     return count + ((new.fsdp > 1) != (old.fsdp > 1)) + is_recut
 
 
 def _violated(layout: Layout, pinned: LayoutSpec) -> int:
-    """How many of the user's axes have another size."""
+    """Number of requested axes with another size."""
     return sum(layout.size_of(axis) != size for axis, size in pinned.sizes.items())
 
 

@@ -27,8 +27,8 @@ Kind = Literal[
     "random",
     "update",
 ]
-"""What operators are alike in: products, convolutions and attention (sized by FLOPs); sums and copies,
-functions such as exp, drawn numbers, and the optimiser's update (sized by bytes)."""
+"""Kinds of operators: products, convolutions and attention (sized by FLOPs); sums and copies,
+functions such as exp, random numbers, and the optimiser's update (sized by bytes)."""
 
 VERSION = 1
 FOLDER = "probe"
@@ -43,7 +43,7 @@ class FiniteFigures(Value):
 
 
 class KernelTiming(FiniteFigures):
-    """How long one operator of a kind takes, by its size."""
+    """Time of one operator of a kind, by its size."""
 
     kind: Kind
     precision: str = "fp32"
@@ -51,9 +51,9 @@ class KernelTiming(FiniteFigures):
     sizes: tuple[float, ...]
     """FLOPs or bytes of one call, ascending."""
     seconds: tuple[float, ...]
-    """The best of several trials of each."""
+    """The best of several trials for each size."""
     spread: float
-    """By how much the median trial is slower than the best, as a share; the median over sizes."""
+    """Relative difference of the median trial to the best; median over sizes."""
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> KernelTiming:
@@ -66,7 +66,7 @@ class KernelTiming(FiniteFigures):
         return self
 
     def seconds_at(self, size: ArrayLike) -> NDArray[np.float64]:
-        """Between two sizes a power law; beyond the largest in proportion, below the smallest the same."""
+        """Power law between two sizes; proportional beyond the largest, constant below the smallest."""
         requested = np.asarray(size, dtype=np.float64)
         inside = np.clip(requested, self.sizes[0], self.sizes[-1])
         result = np.exp(np.interp(np.log(inside), np.log(self.sizes), np.log(self.seconds)))
@@ -74,12 +74,12 @@ class KernelTiming(FiniteFigures):
 
     @property
     def best_rate(self) -> float:
-        """FLOPs or bytes per second at the size that does best."""
+        """FLOPs or bytes per second at the best size."""
         return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
     @property
     def call_s(self) -> float:
-        """What even the smallest takes."""
+        """Time of the smallest size."""
         return self.seconds[0]
 
 
@@ -90,73 +90,73 @@ class MessageTime(FiniteFigures):
     bytes_per_s: float = Field(gt=0)
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
-    """What the two were fitted to."""
+    """Measurements that the two were fitted to."""
 
 
 class LinkFigures(FiniteFigures):
-    """What carries bytes between two workers of this machine."""
+    """Link between two workers of this machine."""
 
     backend: Literal["gloo", "nccl"]
     all_reduce: MessageTime
     send: MessageTime
-    """From one to the other, one way."""
+    """From one to the other, one direction."""
 
 
 class DiskFigures(FiniteFigures):
-    """A file written, flushed and read again where runs live."""
+    """Disk speed where runs are stored."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
-    """Likely from memory where the system would not let go of the file."""
+    """From the page cache, if the system did not drop the file."""
 
 
 class StartFigures(FiniteFigures):
-    """What a worker takes before it has read a single sample."""
+    """Start-up times of a worker, before it reads data."""
 
     torch_s: float
     """Until Python has imported torch."""
     worker_s: float
-    """Until all is imported that a worker needs."""
+    """Until all imports of a worker are done."""
     cpu_s: float
-    """Of this, computing: the rest waited for the disk or for others."""
+    """CPU time of this: the rest waited for the disk or other processes."""
     resident_bytes: float
 
 
 class MachineProfile(FiniteFigures):
-    """The figures of one machine, as one torch and so many threads see it."""
+    """Profile of one machine, for one torch version and number of threads."""
 
     version: Literal[1] = VERSION
     at: float
     """Seconds since the epoch."""
     took_s: float
     is_quick: bool
-    """Only what a plan needs at once: no link, no disk, no start."""
+    """Only what a plan needs at once: no link, disk or start-up figures."""
     host: str
     kind: Literal["cpu", "cuda", "mps"]
     device: str
     devices: int = 1
-    """How many alike this machine has; a CPU is one."""
+    """Number of identical devices; a CPU is one."""
     cores: int
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     threads: int
-    """As many as torch takes by itself."""
+    """Default number of threads of torch."""
     torch: str
     paces: tuple[KernelTiming, ...]
     memory_bytes_per_s: float = Field(gt=0)
-    """Read and written by a sum of two large arrays into a third, all threads together."""
+    """Bandwidth of adding two large arrays into a third, all threads together."""
     call_s: float = Field(gt=0)
-    """One operator of a model that computes next to nothing, both passes, Python included."""
+    """Overhead of one operator of a model, both passes, Python included."""
     mixed: float = 1.0
-    """What operators took in a small model, over what they took alone."""
+    """Time of operators in a small model over their time alone."""
     mixed_convolutions: float = 1.0
-    """The same of convolutions."""
+    """The same for convolutions."""
     link: LinkFigures | None = None
     disk: DiskFigures | None = None
     start: StartFigures | None = None
 
     def pace(self, kind: Kind, *, threads: int, precision: str = "fp32") -> KernelTiming | None:
-        """The one measured with as many threads, or else with the nearest number of them."""
+        """The timing with this number of threads, else with the nearest one."""
         alike = [
             one_pace
             for one_pace in self.paces
@@ -165,7 +165,7 @@ class MachineProfile(FiniteFigures):
         return min(alike, key=lambda item: abs(item.threads - threads), default=None)
 
     def products_per_s(self, precision: str) -> float | None:
-        """FLOP/s of large matrix products with whatever threads are best."""
+        """FLOP/s of large matrix products with the best number of threads."""
         rates = [
             pace.best_rate
             for pace in self.paces
@@ -174,24 +174,24 @@ class MachineProfile(FiniteFigures):
         return max(rates, default=None)
 
     def knows(self, threads: int) -> bool:
-        """Whether work of so many threads was measured; a GPU does not care."""
+        """Whether this number of threads was measured; a GPU needs none."""
         return self.kind != "cpu" or any(pace.threads == threads for pace in self.paces)
 
     @property
     def identity(self) -> tuple[str, str, str, int]:
-        """Another measurement of the same replaces this one."""
+        """Key: another measurement with the same key replaces this one."""
         return self.kind, self.device, self.torch, self.threads
 
     @property
     def name(self) -> str:
-        """What calibration and catalog call the device: a processor by its name and cores."""
+        """Device name in calibration and catalog: processor name and cores."""
         if self.kind == "cpu":
             return f"{self.device} ({self.cores} cores)"
         return self.device
 
 
 def parse_profiles(text: bytes | str) -> tuple[MachineProfile, ...]:
-    """What a file holds, without what is of another version or unsound; nothing where it is torn."""
+    """Valid profiles in a file; empty if it is damaged."""
     try:
         stored = json.loads(text)
     except ValueError:
@@ -216,7 +216,7 @@ def dump_profiles(probes: Iterable[MachineProfile]) -> bytes:
 
 
 def file_names(processor: str, host: str) -> tuple[str, str]:
-    """The file of a machine, by its processor: a container has another host name each time.
+    """File names of a machine, by its processor: a container has another host name each time.
 
     The second is where an earlier version kept it.
     """
@@ -225,35 +225,35 @@ def file_names(processor: str, host: str) -> tuple[str, str]:
 
 
 def read_processor(cpuinfo: str) -> str:
-    """The processor's name in what Linux says of it; empty where it does not."""
+    """Processor name in ``/proc/cpuinfo``; empty where it has none."""
     match = re.search(r"^model name\s*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
     return match.group(1).strip() if match else ""
 
 
 def is_same_version(one: str, other: str) -> bool:
-    """Whether two are of one release: what follows a plus only says who built it."""
+    """Whether two versions are of one release, without the local part after a plus."""
     return one.partition("+")[0] == other.partition("+")[0]
 
 
 def make_monotonic(paces: Iterable[KernelTiming]) -> tuple[KernelTiming, ...]:
-    """Where several threads seem slower than one, others had the cores: one's curve stands for them."""
+    """Where several threads seem slower than one (others used the cores), use the curve of one thread."""
     listed = tuple(paces)
     alone = {(item.kind, item.precision): item for item in listed if item.threads == 1}
 
-    def settled(pace: KernelTiming) -> KernelTiming:
+    def corrected(pace: KernelTiming) -> KernelTiming:
         one = alone.get((pace.kind, pace.precision), pace)
         size = min(pace.sizes[-1], one.sizes[-1])
         if float(pace.seconds_at(size)) <= float(one.seconds_at(size)):
             return pace
         return one.model_copy(update={"threads": pace.threads})
 
-    return tuple(map(settled, listed))
+    return tuple(map(corrected, listed))
 
 
 def with_profile(
     probes: Iterable[MachineProfile], new: MachineProfile
 ) -> tuple[MachineProfile, ...]:
-    """The new one among the others; a quick one never replaces a whole one."""
+    """Profiles with the new one; a quick one never replaces a full one."""
     before = [probe for probe in probes if probe.identity == new.identity]
     if new.is_quick and any(not item.is_quick for item in before):
         return tuple(probes)
@@ -263,7 +263,7 @@ def with_profile(
 def choose_profile(
     probes: Iterable[MachineProfile], *, torch: str | None = None, threads: int | None = None
 ) -> MachineProfile | None:
-    """The one that fits best: of an accelerator rather than a processor, of the torch, whole, newest."""
+    """The best match: accelerator before CPU, same torch, full, newest."""
     return max(
         probes,
         key=lambda item: (
@@ -281,7 +281,7 @@ def choose_profile(
 def fit_message_time(sizes: Iterable[float], seconds: Iterable[float]) -> MessageTime:
     """Latency and bandwidth by least squares of the relative error, neither below zero."""
     bytes_, spans = np.asarray(tuple(sizes)), np.asarray(tuple(seconds))
-    # Relative: else the largest message alone would decide, and latency be what is left over.
+    # Relative: else the largest message alone would decide, and latency be the remainder.
     rows = np.stack([np.ones_like(bytes_), bytes_], axis=1) / spans[:, None]
     (alpha, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(spans), rcond=None)
     if alpha <= 0:

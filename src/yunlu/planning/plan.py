@@ -27,37 +27,37 @@ class StepSettings(Value):
     """How a step is computed: what start-up may vary without changing the objective."""
 
     threads: int
-    """CPU threads that compute."""
+    """CPU threads for compute."""
     micro_batch: int
     """Samples per forward pass."""
     precision: PrecisionName = "fp32"
     kernel: Kernel = "single"
     """How the optimiser applies its update."""
     padding: Padding = "pad"
-    """What becomes of samples of different length."""
+    """Handling of samples of different length."""
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """Of the blocks, from the first on."""
+    """Share of the blocks, from the first on."""
     compile: Compiler = "none"
 
 
 class AutotuneTrial(Value):
-    """One setting tried before the first step, against what it was tried against."""
+    """One setting tried before the first step, and its baseline."""
 
     name: str
-    """What was varied: ``precision``, ``micro-batch``, ..."""
+    """Name of the setting: ``precision``, ``micro-batch``, ..."""
     value: str
     sample_s: float
     """Seconds per sample with it; for a kernel, seconds per update."""
     speedup: float
-    """Against the settings before it; above 1 is faster."""
-    kept: bool
+    """Relative to the settings before it; above 1 is faster."""
+    is_adopted: bool
     remembered: bool = False
     """Measured by an earlier run of the same shape."""
 
 
 class Profile(Value):
-    """What the training room measured of a model and its data, as plain numbers."""
+    """Measurements of a model and its data, as plain numbers."""
 
     parameters: int
     trainable: int
@@ -69,7 +69,7 @@ class Profile(Value):
     update_s: float
     """Seconds of one optimiser step."""
     own_s: float = 0.0
-    """What the engine does in a step besides: the gradient's norm, the loss, the log."""
+    """Engine overhead per step: gradient norm, loss, log."""
     load_s_per_sample: float
     """Seconds to fetch and collate one sample."""
     evaluate_s_per_sample: float
@@ -85,19 +85,19 @@ class Profile(Value):
     settings: StepSettings
     """What the figures above were measured with."""
     reasons: dict[str, str]
-    """Why each setting is what it is, by the setting's name."""
+    """Reason of each setting, by its name."""
     trials: tuple[AutotuneTrial, ...] = ()
-    """What was tried to find them."""
+    """Settings that were tried."""
     trial_s: float = 0.0
-    """How long the trying took."""
+    """Duration of the trials."""
     task_metric: str
-    """The figure people quote for this task."""
+    """Headline metric of the task."""
     metrics: tuple[str, ...]
-    """Every figure an evaluation gives."""
+    """Every metric of an evaluation."""
     facts: SplitConstraints | None = None
-    """How the model can be split; None where nobody looked, and then only replicas can be had."""
+    """How the model can be split; None where unknown, and then only replicas are possible."""
     link: Link | None = None
-    """What a probe found between two workers of this machine."""
+    """Measured link between two workers of this machine."""
 
 
 class Choice(Value):
@@ -111,10 +111,10 @@ class Choice(Value):
 
 
 class Prediction(Value):
-    """Memory, time and cost that a plan predicts before anyone pays."""
+    """Predicted memory, time and cost of a plan."""
 
     basis: Literal["analytic", "measured"] = "measured"
-    """Operators that were counted, or passes that were timed at start-up."""
+    """Counted operators, or passes timed at start-up."""
     memory_bytes: float
     """Of one worker."""
     step_s: float
@@ -130,19 +130,19 @@ class AnalyticPrediction(Prediction):
 
     basis: Literal["analytic", "measured"] = "analytic"
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    """Of some quantities, the 10 to 90 % interval."""
+    """10 to 90 % interval of some quantities."""
     raw: dict[str, float] = Field(default_factory=dict)
-    """Before what earlier runs taught: this is what the next calibration compares with."""
+    """Before corrections by earlier runs: the next calibration compares with this."""
     version: int = 1
-    """Of the arithmetic: what was learnt about another one is void."""
+    """Version of the formulas: corrections for another version are invalid."""
     device: str
     stack: str
     work: str
-    """Names model, batch and data in calibration, together with device, stack and precision."""
+    """Key of model, batch and data in calibration, together with device, stack and precision."""
     runs: int = 0
-    """How many earlier runs on this device the figures were corrected by."""
+    """Number of earlier runs on this device that corrected the figures."""
     busy: float = 1.0
-    """By how much others that used the machine at the time were taken to slow the run down."""
+    """Assumed slowdown by other processes on the machine."""
 
 
 class Measurement(Prediction):
@@ -154,19 +154,19 @@ class Plan(StepSettings):
 
     device: Literal["cpu", "cuda", "mps"]
     devices: int = 1
-    """Workers that were asked for; a layout may use fewer."""
+    """Requested workers; a layout may use fewer."""
     layout: Annotated[Layout, BeforeValidator(_read_layout)] = Layout()
-    """How the work is split over them; ``micro_batch`` and ``accumulation`` are one replica's."""
+    """Split of the work; ``micro_batch`` and ``accumulation`` are per replica."""
     alone: StepSettings | None = None
-    """What was measured on one worker: another layout is fitted from it."""
+    """Settings measured on one worker: other layouts are derived from them."""
     facts: SplitConstraints | None = None
-    """How the model can be split, and what the job excludes: what a resize needs to know."""
+    """How the model can be split, without axes that the job excludes: needed for a resize."""
     room_bytes: float = 0.0
-    """Memory that all workers of a CPU together, or the one of a GPU, may take."""
+    """Memory that all workers of a CPU together, or the one of a GPU, may use."""
     process_bytes: float = 0.0
-    """What a worker takes besides the model, its optimiser and activations."""
+    """Memory of a worker besides model, optimiser and activations."""
     adapt_precision: bool = False
-    """Modules that overflow are moved to full precision while the run goes on."""
+    """Modules that overflow are moved to full precision during the run."""
     batch: int
     """Global batch, in samples."""
     accumulation: int
@@ -183,14 +183,14 @@ class Plan(StepSettings):
     """Steps; 0 means never."""
     checkpoint_every: int
     best_metric: str
-    """Decides which checkpoint is best."""
+    """Metric of the best checkpoint."""
     stopping_metric: str
-    """Decides early stopping and the plateau schedule."""
+    """Metric of early stopping and the plateau schedule."""
     workers: int
     choices: tuple[Choice, ...]
     trials: tuple[AutotuneTrial, ...] = ()
-    """Settings that were tried, in the order they were."""
+    """Settings that were tried, in order."""
     prediction: Prediction
-    """From passes that were timed at start-up."""
+    """From passes timed at start-up."""
     estimate: AnalyticPrediction | None = None
-    """Analytic prediction; None where the operators could not be counted."""
+    """Analytic prediction; None where operators could not be counted."""

@@ -108,7 +108,7 @@ def make_plan(
         choose(
             "batch limits", f"{low} to {high}", "it follows the workers and the gradient's noise"
         )
-    _tell_settings(choose, job, device, profile, split)
+    _add_settings(choose, job, device, profile, split)
     adapts = train.adapt_precision
     adapts = settings.precision == "fp16" and layout.is_single if adapts == "auto" else adapts
     steps_per_epoch = math.ceil(profile.train_samples / batch)
@@ -175,7 +175,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
-    """How much of everything a run has."""
+    """Lengths of a run: steps, epochs, evaluations."""
 
     batch: int
     steps: int
@@ -203,10 +203,10 @@ def _predict(
     )
 
 
-def _tell_settings(
+def _add_settings(
     choose: Callable[..., Any], job: Job, device: Device, profile: Profile, split: Split
 ) -> None:
-    """What was measured, with the reasons that came with it."""
+    """Add the measured settings with their reasons."""
     train, settings, reasons = job.train, split.settings, profile.reasons | split.reasons
     if split.layout.is_single:
         room = memory_room_bytes(job, device, _fixed_bytes_of(job, profile))
@@ -217,7 +217,7 @@ def _tell_settings(
            pinned=train.micro_batch != "auto")  # fmt: skip
     for field in ("precision", "padding", "recompute", "compile", "threads"):
         is_pinned = getattr(train, field) != "auto"
-        if field in reasons or is_pinned:  # told only where there was something to choose
+        if field in reasons or is_pinned:  # listed only where there was a choice
             choose(field, getattr(settings, field), reasons.get(field, ""), pinned=is_pinned)
     choose("optimiser kernel", settings.kernel, reasons["kernel"],
            pinned=train.optimizer.kernel != "auto")  # fmt: skip
@@ -234,13 +234,13 @@ def fixed_bytes(job: Job, *, resident_bytes: float, parameters: int, trainable: 
 
 
 def predict_memory_bytes(job: Job, profile: Profile, counted: float) -> float:
-    """What passes took when measured, and what comes on top: optimiser, averages, what is saved."""
+    """Measured memory of passes, plus optimiser, averages and checkpoint copies."""
     if profile.peak_bytes is None:
         return counted
     fixed = fixed_bytes(
         job, resident_bytes=0, parameters=profile.parameters, trainable=profile.trainable
     )
-    gradients = 4 * profile.trainable  # were there already, whether they will be kept or released
+    gradients = 4 * profile.trainable  # were allocated already, whether they are kept or released
     return profile.peak_bytes + max(fixed - gradients, 0.0)
 
 
@@ -261,7 +261,7 @@ def _fixed_bytes_of(job: Job, profile: Profile) -> float:
 
 
 def cap_bytes(job: Job, machine: Machine) -> float | None:
-    """What a worker on a CPU may take on top before it is refused: beyond, the system would end it."""
+    """Memory that a worker on a CPU may add before it is refused: beyond, the system would kill it."""
     device, limit = machine.best_device, job.train.memory_gb
     if device.kind != "cpu":
         return None
@@ -269,7 +269,7 @@ def cap_bytes(job: Job, machine: Machine) -> float | None:
 
 
 def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
-    """What is left for activations, of what the job or the device allows."""
+    """Memory left for activations within the limits of job and device."""
     limit = job.train.memory_gb
     if limit != "auto" and limit * 1e9 < fixed:
         raise JobError(
@@ -282,10 +282,10 @@ def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
 
 
 def predict_step_s(profile: Profile, *, batch: int, micro_batch: int) -> float:
-    """One optimiser step: the micro-batches, the update, the fetching of its samples."""
+    """One optimiser step: micro-batches, update, data loading."""
     micros = math.ceil(batch / micro_batch)
-    # Small micro-batches cost more per sample than the probe's share; that is seen by probing the
-    # planned size, so this only interpolates when the user re-plans.
+    # Small micro-batches cost more per sample than the probe's share; the planned size is
+    # probed, so this only interpolates when the user re-plans.
     micro_s = profile.probe_s * micro_batch / profile.probe_samples
     rest_s = profile.update_s + profile.own_s
     return micros * micro_s + rest_s + batch * profile.load_s_per_sample
@@ -305,7 +305,7 @@ def _device_reason(machine: Machine) -> str:
 
 
 def _choose_rate(job: Job, profile: Profile, *, batch: int, steps: int) -> tuple[float, str]:
-    """The peak rate, and why; no reason where the job sets it as it is."""
+    """Peak rate and its reason; no reason where the job sets it."""
     optimizer = job.train.optimizer
     if (
         optimizer.lr == "auto"
@@ -319,7 +319,7 @@ def _choose_rate(job: Job, profile: Profile, *, batch: int, steps: int) -> tuple
 
 
 def _published_rate(job: Job, profile: Profile, batch: int, steps: int) -> tuple[float, str] | None:
-    """By a rule for language models; none where their size, or the length of samples, is of no rule."""
+    """By a rule for language models; None where no rule covers model size or sequence length."""
     length = job.data.max_length
     if length == "auto":
         return None
@@ -372,16 +372,16 @@ def _choose_workers(job: Job, profile: Profile, *, samples: int, cores: int) -> 
     return min(cores - 1, math.ceil(share)), f"fetching takes {share:.0%} of computing"
 
 
-def _choose_metric(asked: str, profile: Profile) -> str:
-    """The metric that decides; an unknown one is refused before training starts."""
-    if asked == "auto":
+def _choose_metric(metric: str, profile: Profile) -> str:
+    """The deciding metric; an unknown one is refused before training starts."""
+    if metric == "auto":
         return profile.task_metric if profile.task_metric in profile.metrics else "loss"
-    if asked not in profile.metrics:
+    if metric not in profile.metrics:
         raise JobError(
-            f"The job asks for the metric {asked!r}, which this task does not give.",
-            hint=did_you_mean(asked, profile.metrics),
+            f"The job asks for the metric {metric!r}, which this task does not give.",
+            hint=did_you_mean(metric, profile.metrics),
         )
-    return asked
+    return metric
 
 
 def _choose_checkpoints(job: Job, steps_per_epoch: int, step_s: float) -> tuple[int, str]:

@@ -14,44 +14,44 @@ if TYPE_CHECKING:
     from yunlu.planning.layout import Layout
 
 _BYTES = 4
-"""Weights and gradients stay in FP32, whatever the passes compute in."""
+"""Weights and gradients are FP32, in any compute precision."""
 # A transformer block keeps 34 bytes for each number of its output in 16 bits, that is 17 tensors of
 # that size, of which tensor parallel alone leaves 5 whole (Korthikanti et al. 2022, equations 1, 2).
 _KEPT_PER_BLOCK = 17
 _KEPT_WHOLE_UNDER_TP = 5
 
 _RANKS_COMPARED = 64
-"""How the state moves shows in the first ranks; a thousand would say the same."""
-NOBODY_LOOKED = (
-    "the run was planned for one worker, and nobody looked whether its model can be split so "
-    "(start a new run with --devices N, and it is looked at)"
+"""Ranks compared: the first ranks show how the state moves."""
+NOT_EXAMINED = (
+    "the run was planned for one worker, and whether its model can be split so was not examined "
+    "(start a new run with --devices N, which examines it)"
 )
 
 Axis = Literal["dp", "fsdp", "tp", "pp"]
 
 
 class SplitConstraints(Value):
-    """What the training room found out about a model, as far as a layout depends on it."""
+    """Properties of a model that a layout depends on."""
 
     parameters: int
     trainable: int
     state_bytes: float
-    """What the optimiser remembers."""
+    """Optimiser state."""
     activation_bytes_per_sample: float
     boundary_bytes_per_sample: float = 0.0
-    """What goes from one block to the next; estimated from the activations where it is 0."""
+    """Activations between two blocks; estimated where 0."""
     layers: int = 1
-    """Blocks in a row that a pipeline may part."""
+    """Blocks in a row that a pipeline may divide."""
     tensor_ways: tuple[int, ...] = (1,)
     """Sizes of ``tp`` that divide the heads and widths of every block."""
     why_not: dict[Axis, str] = Field(default_factory=dict)
-    """Axes that this model cannot be split over at all, each with the reason."""
+    """Axes that this model cannot be split over, each with the reason."""
     why_not_zero1: str = ""
-    """Why replicas cannot share out the optimiser's state; empty where they can."""
+    """Why replicas cannot shard the optimiser state; empty where they can."""
     trained_tensors: int = 0
-    """Weights that the optimiser updates, whole ones; 0 where nobody counted."""
+    """Number of trained tensors; 0 where unknown."""
     on_cpu: bool = False
-    """Workers compute where they keep copies of each other's state: both take the same memory."""
+    """Workers compute in the memory where they keep replicas of each other's state."""
 
     @property
     def weight_bytes(self) -> float:
@@ -71,12 +71,12 @@ class SplitConstraints(Value):
 
     @property
     def boundary_bytes(self) -> float:
-        """What goes from one block to the next, for one sample."""
+        """Activations between two blocks, for one sample."""
         retained = self.activation_bytes_per_sample / (_KEPT_PER_BLOCK * self.layers)
         return self.boundary_bytes_per_sample or retained
 
     def why_not_share(self, layout: Layout) -> str:
-        """Why the replicas of a layout cannot share out the optimiser's state; empty if they can."""
+        """Why the replicas of a layout cannot shard the optimiser state; empty if they can."""
         owners = layout.dp * layout.pp
         if not self.why_not_zero1 and 0 < self.trained_tensors < owners:
             return f"{self.trained_tensors} trained tensors are too few for {owners} owners"
@@ -85,7 +85,7 @@ class SplitConstraints(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShare:
-    """What one worker takes of a step: samples, in so many micro-batches."""
+    """Share of one worker in a step: samples, in so many micro-batches."""
 
     micro_batch: int
     micros: int
@@ -97,7 +97,7 @@ class WorkerShare:
 
 
 def worker_share(layout: Layout, *, batch: int, micro_batch: int) -> WorkerShare:
-    """The share of the replica with the most samples; all run as many micro-batches."""
+    """Share of the replica with the most samples; all run as many micro-batches."""
     samples = math.ceil(batch / layout.replicas)
     micro = min(micro_batch, samples)
     return WorkerShare(micro_batch=micro, micros=math.ceil(samples / micro))
@@ -111,7 +111,7 @@ def state_bytes_of(layout: Layout, facts: SplitConstraints) -> float:
 
 
 def copies_bytes(layout: Layout, facts: SplitConstraints) -> float:
-    """Copies on the host of a worker's own state and its neighbour's: the newest and the one before.
+    """Replicas on the host of a worker's own state and its neighbour's: the newest and the previous one.
 
     They are kept where no other replica holds the same part.
     """
@@ -120,10 +120,10 @@ def copies_bytes(layout: Layout, facts: SplitConstraints) -> float:
 
 
 def worker_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
-    """Weights, gradients, optimiser state and activations of one worker, and copies if on a CPU."""
+    """Weights, gradients, optimiser state and activations of one worker, and replicas if on a CPU."""
     cut = layout.tp * layout.pp
     held = state_bytes_of(layout, facts) + facts.gradient_bytes / (cut * layout.fsdp)
-    if layout.fsdp > 1:  # the block at work and the next one are gathered whole
+    if layout.fsdp > 1:  # the current block and the next one are gathered
         held += 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
     if facts.on_cpu:
         held += copies_bytes(layout, facts)
@@ -133,31 +133,31 @@ def worker_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) ->
 def _activation_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     whole = 0.0 if layout.sequence else _KEPT_WHOLE_UNDER_TP / _KEPT_PER_BLOCK
     retained = whole + (1 - whole) / layout.tp
-    # GPipe keeps every micro-batch until the turn; 1F1B as many as there are stages behind it.
+    # GPipe keeps every micro-batch until the backward pass; 1F1B as many as there are later stages.
     waiting = share.micros if layout.schedule == "gpipe" else min(layout.stages, share.micros)
     in_flight = waiting if layout.pp > 1 else 1
     return share.micro_batch * facts.activation_bytes_per_sample * retained * in_flight / layout.pp
 
 
 def moved_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> dict[Axis, float]:
-    """What one worker sends in a step, over each axis."""
+    """Bytes that one worker sends in a step, over each axis."""
     cut = layout.tp * layout.pp
     result: dict[Axis, float] = {}
     if layout.dp > 1:
         result["dp"] = 2 * _ring(layout.dp) * facts.gradient_bytes / (cut * layout.fsdp)
-    if layout.fsdp > 1:  # gathered before both passes of every micro-batch, summed once
+    if layout.fsdp > 1:  # gathered before both passes of every micro-batch, reduced once
         times = 2 * share.micros + 1
         result["fsdp"] = times * _ring(layout.fsdp) * facts.weight_bytes / cut
     boundary = facts.boundary_bytes * share.samples
-    if layout.tp > 1:  # two sums in each pass of each block (Shoeybi et al. 2019, section 3)
+    if layout.tp > 1:  # two all-reduces in each pass of each block (Shoeybi et al. 2019, section 3)
         result["tp"] = 4 * 2 * _ring(layout.tp) * boundary * facts.layers / layout.pp
-    if layout.pp > 1:  # activations forth, gradients back
+    if layout.pp > 1:  # activations forward, gradients backward
         result["pp"] = 2 * boundary * layout.stages_per_rank
     return result
 
 
 def messages(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
-    """Exchanges that one worker waits for in a step, roughly: what a fast link is slow at."""
+    """Approximate number of exchanges that one worker waits for in a step: latency counts."""
     blocks = max(facts.layers / layout.pp, 1)
     count = 2.0  # the step's own: counts, norm
     count += 1 if layout.dp > 1 else 0
@@ -175,7 +175,7 @@ def bubble(layout: Layout, share: WorkerShare) -> float:
 
 
 def moved_share(old: Layout, new: Layout) -> float:
-    """How much of one model's state workers must fetch, when each keeps what it needs of its own.
+    """Share of the model's state that workers must fetch, when each keeps what it needs of its own.
 
     The state is a unit cube cut by ``pp``, ``fsdp`` and ``tp``; worker n of the old is n of the new.
     """
@@ -199,5 +199,5 @@ def _missing(old: Layout, new: Layout, rank: int) -> float:
 
 
 def _ring(size: int) -> float:
-    """What a ring sends of each byte, once around."""
+    """Bytes sent per byte by a ring, once around."""
     return (size - 1) / size

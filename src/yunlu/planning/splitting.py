@@ -18,7 +18,7 @@ from yunlu.planning.layouts import (
     restrict,
 )
 from yunlu.planning.split_constraints import (
-    NOBODY_LOOKED,
+    NOT_EXAMINED,
     SplitConstraints,
     bubble,
     messages,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 MEMORY_SHARE = 0.6
-"""How much of the free memory a plan may fill: activations vary from batch to batch."""
+"""Share of the free memory that a plan may use: activations vary from batch to batch."""
 _MICROS_PER_STAGE = 4
-"""Micro-batches for each stage of a pipeline: then it waits for at most a fifth of the time."""
+"""Micro-batches per pipeline stage: the bubble is then at most a fifth of the time."""
 
 # Bytes of optimiser state per trained weight, in fp32.
 _STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8, "lamb": 8, "lars": 4}
@@ -45,25 +45,25 @@ _STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8, "lamb": 8, "lars
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A layout with all that was decided because of it."""
+    """A layout with everything that depends on it."""
 
     layout: Layout
     reason: str
     devices: int
-    """As many as were asked for."""
+    """Requested devices."""
     facts: SplitConstraints
     share: WorkerShare
     settings: StepSettings
     reasons: dict[str, str]
-    """Why settings are other than those measured on one worker."""
+    """Why settings differ from those measured on one worker."""
     room_bytes: float
-    """Memory that all workers of a CPU, or the one worker of a GPU, may take."""
+    """Memory that all workers of a CPU, or the one worker of a GPU, may use."""
     process_bytes: float
-    """What a worker takes besides weights, gradients, state and activations."""
+    """Memory of a worker besides weights, gradients, state and activations."""
 
 
 def optimizer_state_bytes(job: Job, trainable: int) -> float:
-    """What the optimiser remembers of so many weights."""
+    """Optimiser state of so many weights."""
     state = float(_STATE_BYTES[job.train.optimizer.name] * trainable)
     if job.train.optimizer.state == "8bit":
         state *= 0.26  # a byte each, and a scale for every block of 256
@@ -71,19 +71,19 @@ def optimizer_state_bytes(job: Job, trainable: int) -> float:
 
 
 def constraints_of(job: Job, profile: Profile) -> SplitConstraints:
-    """What was found out about the model, without the axes that the job itself excludes."""
+    """Constraints of the model, without the axes that the job excludes."""
     facts = profile.facts or SplitConstraints(
         parameters=profile.parameters,
         trainable=profile.trainable,
         state_bytes=optimizer_state_bytes(job, profile.trainable),
         activation_bytes_per_sample=profile.activation_bytes_per_sample,
-        why_not={"tp": NOBODY_LOOKED, "pp": NOBODY_LOOKED},
+        why_not={"tp": NOT_EXAMINED, "pp": NOT_EXAMINED},
     )
     return restrict(facts, job)
 
 
 def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> Split:
-    """Choose a layout, or check the one asked for, and fit the measured settings to it."""
+    """Choose a layout, or check the requested one, and adapt the measured settings to it."""
     gpus = sum(device.kind == "cuda" for device in machine.devices)
     devices = count_devices(job, gpus=gpus)
     if devices > 1:
@@ -102,14 +102,16 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
     if devices == 1:  # whether it fits is found by measuring
         worker_room = math.inf
     layout, reason = choose_layout(
-        devices, facts, batch=batch, room_bytes=worker_room, asked=job.layout
+        devices, facts, batch=batch, room_bytes=worker_room, wanted=job.layout
     )
     refuse_conflicts(job, layout)
     settings, reasons = suit_settings(
         profile.settings, job, layout, facts, cores=machine.cores, batch=batch,
         room_bytes=worker_room,
     )  # fmt: skip
-    if settings.precision == "fp16":  # found to be fast: no resize may lead to where it cannot be
+    if (
+        settings.precision == "fp16"
+    ):  # measured to be fast: no resize may lead to a layout where it is impossible
         train = job.train.model_copy(update={"precision": "fp16"})
         facts = restrict(facts, job.model_copy(update={"train": train}))
     return Split(
@@ -126,7 +128,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
 
 
 def resplit(plan: Plan, job: Job, *, devices: int, cores: int, nodes: int = 1) -> tuple[Plan, str]:
-    """The same plan on another number of devices, and why its layout is what it is.
+    """The same plan on another number of devices, and the reason of its layout.
 
     What is computed stays the same: batch, steps and rates. The prediction stays the first one.
     ``cores`` are those of all nodes together.
@@ -137,20 +139,20 @@ def resplit(plan: Plan, job: Job, *, devices: int, cores: int, nodes: int = 1) -
 
 
 def layouts_by_count(plan: Plan, job: Job, *, most: int, nodes: int = 1) -> dict[int, Layout]:
-    """For each number of devices up to ``most``, the layout that a resize from the plan's leads to."""
+    """For each number of devices up to ``most``, the layout after a resize from the plan's."""
     counts = range(1, most + 1)
     return {count: _relayout(plan, job, devices=count, nodes=nodes)[0] for count in counts}
 
 
 def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1) -> Plan:
-    """The plan under a layout: settings as they are for each of its workers.
+    """The plan under a layout, with the settings for each of its workers.
 
     What one worker alone may have (a compiled model, precision that adapts) goes where there are
     several, and does not come into a run that was planned without it.
     """
     facts, room = _known_facts(plan, layout.world), _room_of(plan, layout.world, nodes)
     adapts = job.train.adapt_batch
-    # Shares that may grow are not to be cut into pieces as small as the first ones.
+    # Shares that may grow are not split into pieces as small as the first ones.
     batch = plan.batch if adapts is None else max(plan.batch, adapts.max)
     settings, _ = suit_settings(
         plan.alone or plan, job, layout, facts, cores=cores, batch=batch, room_bytes=room
@@ -178,7 +180,7 @@ def _relayout(plan: Plan, job: Job, *, devices: int, nodes: int) -> tuple[Layout
 def _known_facts(plan: Plan, devices: int) -> SplitConstraints:
     if plan.facts is None:
         raise ModelError(
-            "This run was planned for one worker, and nobody looked how its model can be split.",
+            "This run was planned for one worker, and how its model can be split was not examined.",
             hint=f"start a new run with --devices {devices}",
         )
     return plan.facts
@@ -195,7 +197,7 @@ def _room_of(plan: Plan, devices: int, nodes: int) -> float:
 def room_of_worker(
     room_bytes: float, process_bytes: float, devices: int, *, nodes: int = 1, is_shared: bool
 ) -> float:
-    """What one of so many workers may fill with its part of the model and with activations.
+    """Memory that one of so many workers may use for its part of the model and activations.
 
     Those of a CPU share its memory; they are forks of one process, so what that one had loaded is
     there once on each node.
@@ -214,7 +216,7 @@ def suit_settings(
     batch: int,
     room_bytes: float,
 ) -> tuple[StepSettings, dict[str, str]]:
-    """The settings measured on one worker, as they are for each of several; and why they differ."""
+    """Settings measured on one worker, adapted to several; and why they differ."""
     if layout.is_single:
         return settings, {}
     train, changes, reasons = job.train, dict[str, object](), dict[str, str]()
@@ -265,7 +267,7 @@ def _suit_micro_batch(
 def predict_split_step_s(
     split: Split, profile: Profile, machine: Machine, *, measured_threads: int
 ) -> float:
-    """One step: the share of each replica, the update, the fetching, and what is sent meanwhile.
+    """One step: share of each replica, update, data loading, and communication.
 
     Workers that share a machine's cores slow each other down as soon as they want more than it has.
     Sending is counted in full, though some of it goes on during the backward pass.
@@ -286,10 +288,10 @@ def predict_split_step_s(
 
 
 def predict_split_memory_bytes(job: Job, split: Split) -> float:
-    """What one worker takes at most."""
+    """Peak memory of one worker."""
     layout, facts = split.layout, split.facts
     retained = state_bytes_of(layout, facts)
-    # While a checkpoint is written, a copy of what each replica writes of it is alive.
+    # While a checkpoint is written, a copy of each replica's part is alive.
     snapshot = retained / layout.dp
     averages = facts.weight_bytes if job.train.ema else 0.0
     return split.process_bytes + worker_bytes(layout, facts, split.share) + snapshot + averages

@@ -56,7 +56,7 @@ def _render_page(outcome: PlanOutcome, svg: str, title: str) -> str:
     )
 
 
-def _row(place: int, option: PlanOption) -> str:
+def _row(index: int, option: PlanOption) -> str:
     dollars, hardware = option.dollars, option.hardware
     time, memory = option.total_s, option.memory_bytes
     cost = "unknown"
@@ -64,7 +64,7 @@ def _row(place: int, option: PlanOption) -> str:
         cost = f"${dollars.value:,.2f} (${dollars.low:,.2f} to ${dollars.high:,.2f})"
     spans = [show_duration(bound) for bound in (time.value, time.low, time.high)]
     cells = (
-        str(place),
+        str(index),
         f"{hardware} ({hardware.devices} x {hardware.device})",
         describe_layout(option),
         f"{show_bytes(memory.value)} of {show_bytes(hardware.memory_bytes)}",

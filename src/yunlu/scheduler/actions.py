@@ -27,7 +27,7 @@ _STALLED_S = 60.0
 
 
 class ActionRunner:
-    """What is done to runs."""
+    """Executes actions on runs."""
 
     def __init__(
         self, registry: RunRegistry, control: RunControl, clock: SteadyClock, *, name: str = ""
@@ -37,7 +37,7 @@ class ActionRunner:
         """When a run was first and last asked to stop, on the monotonic clock."""
 
     def do(self, scheduled: ScheduledRun, move: AllocationMove) -> str | None:
-        """Carry out one move; the words say why it was not."""
+        """Execute one move; returns why it was not executed, empty if it was."""
         pending = PendingAction(
             kind=move.kind, shares=move.placement.shares, reason=move.reason, by=self.name
         )
@@ -64,8 +64,8 @@ class ActionRunner:
             if move.kind == "resize":
                 self._drop(scheduled)
             elif move.kind == "start":
-                # What has become of it is seen at the next look. If nothing has, that is not the
-                # run's fault: somebody else was just busy with it.
+                # The effect is seen at the next observation. If there is none, that is not the
+                # run's failure: another process was busy with it.
                 nobodys = pending.model_copy(update={"by": ""})
                 self.registry.put(
                     scheduled, scheduled.allocation.model_copy(update={"pending": nobodys})
@@ -74,7 +74,7 @@ class ActionRunner:
         return None
 
     def hurry(self, scheduled: ScheduledRun) -> None:
-        """Remind a run that is to stop; it may not have listened when it was asked."""
+        """Send the stop request again; the run may not have received the first one."""
         if not scheduled.observation.is_alive:
             return
         now, pending = time.monotonic(), scheduled.allocation.pending
@@ -83,7 +83,7 @@ class ActionRunner:
         is_saving = scheduled.observation.state is RunState.STOPPING and last > -math.inf
         is_saving = (
             is_saving and not scheduled.observation.waits_for
-        )  # nothing of it runs that could save
+        )  # no process of it is left that could save
         if now - last < _AGAIN_S or (is_saving and not is_stalled):
             return
         self._asked[scheduled.id] = (first, now)
@@ -93,7 +93,7 @@ class ActionRunner:
             self.registry.troubles[scheduled.id] = f"it cannot be stopped: {error}"
 
     def dismiss(self, scheduled: ScheduledRun, reason: str) -> None:
-        """Stop a run that may not go on, until its owner says otherwise."""
+        """Stop a run and keep it stopped until its owner resumes it."""
         try:
             change_entry(scheduled.run, wish="pause")
             self._ask_to_stop(scheduled)
@@ -101,23 +101,23 @@ class ActionRunner:
             self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be paused: {error}"
 
     def end_stalled(self, scheduled: ScheduledRun) -> None:
-        """Take devices back from a run that does nothing with them."""
+        """Reclaim the devices of a stalled run."""
         try:
             self._intend(scheduled, PendingAction(kind="stop", reason=STALLED, by=self.name))
             self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
             self.registry.troubles[scheduled.id] = f"it is stalled, and cannot be stopped: {error}"
 
-    def call_off(self, scheduled: ScheduledRun, reason: str) -> None:
-        """Take a run out of the queue of its cluster, to be started elsewhere. That is no fault of its own."""
+    def requeue_elsewhere(self, scheduled: ScheduledRun, reason: str) -> None:
+        """Take a run out of its cluster's queue, to be started elsewhere. Not counted as a failure."""
         try:
             self._intend(scheduled, PendingAction(kind="stop", reason=reason, by=self.name))
             self._ask_to_stop(scheduled)
         except (YunluError, OSError) as error:
-            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be called off: {error}"
+            self.registry.troubles[scheduled.id] = f"{reason}, but it cannot be cancelled: {error}"
 
     def give_up(self, scheduled: ScheduledRun) -> str | None:
-        """Let a run that failed too often rest as failed, with the reason; what was said, if anything."""
+        """Mark a run that failed too often as failed, with the reason; returns the message, if any."""
         if scheduled.observation.is_alive or scheduled.observation.state is RunState.FAILED:
             return None
         text = scheduled.allocation.given_up
@@ -132,7 +132,7 @@ class ActionRunner:
                 if record.state is RunState.PENDING:
                     move_state(scheduled.run, record, RunState.FAILED, reason=text)
         except (YunluError, OSError):
-            return None  # tried again at the next look
+            return None  # retried at the next observation
         return text
 
     def _ask_to_stop(self, scheduled: ScheduledRun) -> None:

@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from yunlu.scheduler.queue import QueueEntry
 
 MOST_FAILURES = 3
-"""Faults in a row without one new step, after which the run is given up."""
+"""Consecutive failures without a new step after which the run is given up."""
 STALLED = "stalled"
-"""Why a run is stopped that does nothing with what it holds: a fault of its own."""
+"""Reason of the stop of a stalled run; counted as a failure."""
 _FIRST_WAIT_S, _MORE, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
 
 Shares = tuple[tuple[str, int], ...]
 
 
 class PendingAction(Value):
-    """What is about to happen."""
+    """Action that is about to be executed."""
 
     kind: Literal["start", "resize", "stop"]
     shares: Shares = ()
-    """What it is to hold then."""
+    """Devices it holds afterwards, by node."""
     reason: str = ""
     by: str = ""
-    """Which service meant to."""
+    """Service that planned it."""
 
 
 class RecordedTiming(Value):
-    """How long steps took in one configuration; kept for runs that are alike."""
+    """Step times in one configuration; kept for similar runs."""
 
     device_type: str
     nodes: int
@@ -54,21 +54,21 @@ class RecordedTiming(Value):
 
 
 class AllocationRecord(Value):
-    """All that the pool remembers of one run."""
+    """Everything the pool stores about one run."""
 
     ticket: int = 0
-    """Of the entry that these notes are about."""
+    """Ticket of the queue entry that this record belongs to."""
     shares: Shares = ()
-    """What it holds, by node; a device is its own until nobody works on it any more."""
+    """Devices it holds, by node; a device is held until no process uses it any more."""
     held_since: float | None = None
     pending: PendingAction | None = None
     failures: int = 0
-    """In a row, without a new step between them."""
+    """Consecutive failures, without a new step between them."""
     failed_at: float | None = None
     failed_step: int = 0
     failure: str = ""
     given_up: str = ""
-    """Why it is not tried again."""
+    """Why it is not retried."""
     restarts: int = 0
     served_device_s: float = 0.0
     spent_dollars: float = 0.0
@@ -81,27 +81,27 @@ class AllocationRecord(Value):
 
     @property
     def claims(self) -> dict[str, int]:
-        """Devices that nobody else may have: what it holds and, while it changes, what it will."""
+        """Reserved devices: those it holds and, while it is resized, those it will hold."""
         claims = dict(self.shares)
         for name, count in self.pending.shares if self.pending else ():
             claims[name] = max(count, claims.get(name, 0))
         return claims
 
     def wait_s(self) -> float:
-        """How long to wait after the last fault."""
+        """Back-off time after the last failure."""
         if not self.failures:
             return 0.0
         return min(_FIRST_WAIT_S * _MORE ** (self.failures - 1), _LONGEST_WAIT_S)
 
     def is_backing_off(self, now: float) -> bool:
-        """Whether it is too early to try again. A clock that was put back ends the wait."""
+        """Whether it is too early to retry. A clock that was set back ends the wait."""
         if self.failed_at is None:
             return False
         return 0 <= now - self.failed_at < self.wait_s()
 
 
 def read_allocation(run: RunStore) -> AllocationRecord:
-    """The notes; empty ones where there are none, or none that can be read: they can be rebuilt."""
+    """The stored record; an empty one if it is missing or unreadable: it can be rebuilt."""
     try:
         content = run.read(Document.ALLOCATION)
         return (
@@ -114,7 +114,7 @@ def read_allocation(run: RunStore) -> AllocationRecord:
 def write_allocation(
     run: RunStore, allocation: AllocationRecord, *, is_pending: bool = False
 ) -> None:
-    """Publish the notes; an intention is on the disk before anything is done about it."""
+    """Write the record; a pending action is on disk before it is executed."""
     run.write(Document.ALLOCATION, allocation.model_dump_json(), durable=is_pending)
 
 
@@ -127,7 +127,7 @@ def reconcile(
     nodes: AbstractSet[str],
     service: str = "",
 ) -> AllocationRecord:
-    """The notes in the light of what the run itself shows. Pure, and the same when done twice.
+    """The record updated by an observation of the run. Pure and idempotent.
 
     Args:
         entry: What is wanted of it.
@@ -147,7 +147,7 @@ def reconcile(
     if observation.state.is_active and (
         observation.has_begun or observation.state is not RunState.PENDING
     ):
-        return allocation  # its end has not been written down yet
+        return allocation  # its end has not been recorded yet
     freed = allocation.model_copy(update={"shares": (), "pending": None, "held_since": None})
     if _is_nobodys_fault(entry, allocation, observation, nodes, service):
         moved = allocation.held_since is not None and observation.state is not RunState.FINISHED
@@ -166,15 +166,15 @@ def _resolve_alive(
     elif kind == "resize" and _takes(observation, wanted):
         shares, pending, since = wanted, None, now
     elif kind == "resize" and (observation.is_settled or _is_of_another(pending, service)):
-        pending = None  # it was cut short, or came out otherwise
+        pending = None  # interrupted, or ended differently
     if pending is None and observation.devices and not _takes(observation, shares):
-        # Somebody else started or resized it: what it takes, it has.
+        # Another process started or resized it: what it uses, it holds.
         shares, since = (
             observation.shares or _with_devices(shares, observation.devices, observation.node),
             now,
         )
     elif pending is None and observation.shares:
-        shares = observation.shares  # the same; where it is led from, first
+        shares = observation.shares  # the same; the coordinator's node first
     restarts = allocation.restarts + (
         since != allocation.held_since and allocation.held_since is not None
     )
@@ -194,7 +194,7 @@ def _is_nobodys_fault(
     nodes: AbstractSet[str],
     service: str,
 ) -> bool:
-    """Whether a run that has ended need not answer for it."""
+    """Whether the end of a run is not its own failure."""
     if observation.state is RunState.FINISHED or entry.wish != "run":
         return True
     if observation.lost_nodes or any(name not in nodes for name, _ in allocation.shares):
@@ -203,7 +203,7 @@ def _is_nobodys_fault(
     if pending is not None and pending.kind == "stop":
         return pending.reason != STALLED
     if observation.state is RunState.STOPPED and observation.step > allocation.failed_step:
-        return True  # it got on, and was asked to stop by somebody who changed his mind since
+        return True  # it made progress, and was stopped by somebody who has resumed it since
     if pending is None:
         return False
     is_unborn = pending.kind == "start" and not observation.has_begun
@@ -234,19 +234,19 @@ def _count_failure(
 
 
 def _is_of_another(pending: PendingAction | None, service: str) -> bool:
-    """Whether a service meant to do it that is no more."""
+    """Whether the action was planned by a service that no longer runs."""
     return pending is not None and pending.by != service
 
 
 def _takes(observation: RunObservation, shares: Shares) -> bool:
-    """Whether a run takes just this: on each machine, where that is known."""
+    """Whether a run uses exactly these devices: on each node, where that is known."""
     if observation.shares:
         return dict(observation.shares) == dict(shares)
     return observation.devices == Placement(shares).devices
 
 
 def _with_devices(shares: Shares, devices: int, node: str) -> Shares:
-    """The same machines with another number of devices; what is more or less is so on the first."""
+    """The same nodes with another number of devices; the difference is on the first node."""
     more = devices - Placement(shares).devices
     first, rest = (shares[0], shares[1:]) if shares else ((node, 0), ())
     if first[1] + more > 0:

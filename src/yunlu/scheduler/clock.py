@@ -12,7 +12,7 @@ _JUMP_S = 5.0
 
 
 class SteadyClock:
-    """Seconds since the epoch at the start, plus what has passed since; a clock that is set jumps not."""
+    """Seconds since the epoch at the start plus monotonic time since; setting the system clock has no effect."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class SteadyClock:
         self._told_s = 0.0
 
     def now(self) -> float:
-        """The instant by which everything is decided."""
+        """Current time; all decisions use it."""
         return self._began_at + (self._steady() - self._since)
 
     def from_wall(self, at: float) -> float:
-        """An instant that a person named, on this clock."""
+        """Convert a wall-clock time to this clock."""
         return at - self._wall() + self.now()
 
     def find_jump_s(self) -> float | None:
-        """By how much the time of day was set since this was last asked; None where it was not."""
+        """By how much the wall clock was set since the last call; None if it was not."""
         off_s = self._wall() - self.now()
         jump_s, self._told_s = off_s - self._told_s, off_s
         return jump_s if abs(jump_s) > _JUMP_S else None

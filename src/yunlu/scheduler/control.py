@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 PROGRAM = (sys.executable, "-m", "yunlu.scheduler.service")
 _POLL_S = 0.05
 _UP_S = 180.0
-"""To connect to a cluster takes a while on a busy machine."""
+"""Connecting to a cluster takes a while on a busy machine."""
 _DOWN_S = 30.0
 _TAIL = 12
 
 
 def find_service(home: Path) -> ServiceRecord | None:
-    """The service of this home; none where none is up."""
+    """The service of this home; None if none runs."""
     pool_store = PoolStore(home)
     if not pool_store.lock.exists() or _is_free(pool_store.lock):
         return None
@@ -46,7 +46,7 @@ def find_service(home: Path) -> ServiceRecord | None:
 
 
 def is_queued_again(run: RunStore) -> bool:
-    """Put a run of the pool back into its queue; false where nobody would start it from there."""
+    """Put a run of the pool back into its queue; False if no service would start it from there."""
     if read_entry(run) is None:
         return False
     requeue(run)
@@ -54,12 +54,12 @@ def is_queued_again(run: RunStore) -> bool:
 
 
 def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
-    """Start the service of this home, and wait until it works. Runs that go on are adopted."""
+    """Start the service of this home and wait until it is ready. Active runs are adopted."""
     service = find_service(home)
     if service is not None:
         raise StoreError(
             f"the pool of {home} is up already (process {service.pid})",
-            hint="yunlu pool shows it; yunlu pool down ends it, and its runs go on",
+            hint="yunlu pool shows it; yunlu pool down ends it, and its runs continue",
         )
     pool_store = PoolStore(home)
     try:
@@ -77,7 +77,7 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             )
     except OSError as error:
         raise StoreError(f"the pool cannot be brought up in {home}: {error}") from error
-    # Waited for in the background: a program that brings pools up and down collects no zombies.
+    # Waited for in a background thread, so that a long-lived caller collects no zombies.
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
@@ -87,18 +87,18 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             break
         time.sleep(_POLL_S)
     else:
-        child.terminate()  # it may have come up by now, but nobody would know of it
+        child.terminate()  # it may be up by now, but its record is missing
     raise StoreError(_last_words(pool_store, told_before), hint=f"see {pool_store.log}")
 
 
 def _last_words(pool_store: PoolStore, told_before: int) -> str:
     given = pool_store.log.read_bytes()[told_before:].decode(errors="replace").strip()
     text = "\n".join(given.splitlines()[-_TAIL:])
-    return f"the pool did not come up: {text or 'nobody says why'}"
+    return f"the pool did not come up: {text or 'unknown reason'}"
 
 
 def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
-    """End the service, and wait until it is gone; its runs go on, unless they are to stop, too."""
+    """Stop the service and wait until it is gone; its runs continue unless they are to be stopped too."""
     service = find_service(home)
     if service is not None:
         _end(service)
@@ -108,7 +108,7 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
                 raise StoreError(f"the pool's service (process {service.pid}) does not end")
             time.sleep(_POLL_S)
     if stop_jobs:
-        # They keep their place in the queue: the next service goes on with them.
+        # They keep their position in the queue: the next service continues them.
         leaving = PendingAction(kind="stop", reason="the pool went down")
         for run in scan(home):
             allocation = read_allocation(run)
@@ -119,19 +119,19 @@ def bring_down(home: Path, *, stop_jobs: bool = False) -> bool:
     return service is not None
 
 
-def _end(found: ServiceRecord) -> None:
-    if found.host != socket.gethostname():
+def _end(service: ServiceRecord) -> None:
+    if service.host != socket.gethostname():
         raise StoreError(
-            f"the pool's service runs on {found.host}", hint=f"yunlu pool down, on {found.host}"
+            f"the pool's service runs on {service.host}", hint=f"yunlu pool down, on {service.host}"
         )
     process = WorkerProcess(
-        pid=found.pid,
-        process_started_at=found.process_started_at,
-        host=found.host,
+        pid=service.pid,
+        process_started_at=service.process_started_at,
+        host=service.host,
         detached=True,
     )
-    if found.pid and process.is_alive():
-        os.kill(found.pid, signal.SIGTERM)
+    if service.pid and process.is_alive():
+        os.kill(service.pid, signal.SIGTERM)
 
 
 def _is_free(lock: Path) -> bool:

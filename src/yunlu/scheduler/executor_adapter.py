@@ -39,30 +39,30 @@ if TYPE_CHECKING:
 
 
 class RunControl(Protocol):
-    """What can be done to runs."""
+    """Operations on runs that the scheduler needs."""
 
     def nodes(self) -> tuple[Node, ...]:
-        """The machines that are there now."""
+        """Nodes that are available now."""
         ...
 
-    def look(self, run: RunStore) -> RunObservation:
-        """How a run stands now."""
+    def observe(self, run: RunStore) -> RunObservation:
+        """Observe a run."""
         ...
 
     def start(self, run: RunStore, placement: Placement) -> None:
-        """Start a run that waits, or go on with one that rests."""
+        """Start a pending run, or resume one that is not active."""
         ...
 
     def resize(self, run: RunStore, placement: Placement) -> bool:
-        """Ask a run to go on with other devices; False where only a restart can do it."""
+        """Ask a run to continue on other devices; False if that needs a restart."""
         ...
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """Ask a run to save and stop, or end it at once; does not wait."""
+        """Ask a run to save and stop, or kill it at once; does not wait."""
         ...
 
     def find_strays(self, runs: Sequence[RunStore]) -> None:
-        """Write down who works on these runs, where whoever started them had no time to."""
+        """Record worker processes of these runs that their starter could not record."""
         ...
 
 
@@ -70,11 +70,11 @@ _DISTRUST_S = 60.0
 
 
 class NotNowError(StoreError):
-    """The run cannot be asked at this moment; later it can."""
+    """The run does not accept requests at this moment; retry later."""
 
 
 class ExecutorAdapter:
-    """Runs with one executor."""
+    """Controls runs through one executor."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -82,25 +82,25 @@ class ExecutorAdapter:
         self._records: dict[str, RunRecord] = {}
         self._codes: dict[str, tuple[int, str | None]] = {}
         self._lost: dict[tuple[str, str], tuple[str, float]] = {}
-        """By run and lease: which machine was lost under it, and when on the monotonic clock."""
+        """By run and lease: the node that was lost, and when on the monotonic clock."""
 
     def nodes(self) -> tuple[Node, ...]:
-        """Of the executor; what was lost a moment ago is not trusted, even if it is listed."""
+        """Nodes of the executor, without those lost a moment ago, even if they are still listed."""
         result = self.executor.nodes()
         self._node = result[0].name if result else ""
         now = time.monotonic()
         lost = {name for name, at in self._lost.values() if now - at < _DISTRUST_S}
         return tuple(replace(n, is_leaving=True) if n.name in lost else n for n in result)
 
-    def look(self, run: RunStore) -> RunObservation:
-        """How a run stands, by its own log and what its executor sees of it."""
+    def observe(self, run: RunStore) -> RunObservation:
+        """Observe a run: its own log, and its leases as the executor reports them."""
         before = self._records.get(run.id) or new_record(run)
         if before is None:
             raise not_a_run(run)
         record = detect_lost(run, before)
         self._records[run.id] = record
-        life = self._find_liveness(run)
-        is_alive = life.is_alive
+        liveness = self._find_liveness(run)
+        is_alive = liveness.is_alive
         recorded = recorded_worker(run)
         has_begun = is_alive or (recorded is not None and recorded.detached)
         usable, is_ready = _group_of(run) if is_alive else (None, False)
@@ -108,11 +108,11 @@ class ExecutorAdapter:
             state=record.state,
             is_alive=is_alive,
             has_begun=has_begun,
-            devices=life.devices,
-            shares=life.shares,
-            lost_nodes=life.lost_nodes,
-            is_settled=life.is_settled,
-            waits_for=life.waits_for,
+            devices=liveness.devices,
+            shares=liveness.shares,
+            lost_nodes=liveness.lost_nodes,
+            is_settled=liveness.is_settled,
+            waits_for=liveness.waits_for,
             usable=usable,
             is_resizable=is_ready and record.state is RunState.RUNNING,
             node=self._node,
@@ -123,28 +123,28 @@ class ExecutorAdapter:
         )
 
     def start(self, run: RunStore, placement: Placement) -> None:
-        """Elastic runs start under a supervisor, even on one device: only so can they grow."""
+        """Elastic runs start under a supervisor even on one device, so that they can grow."""
         if lifecycle.read_record(run).state is RunState.PENDING:
             lifecycle.start(run, on=self.executor, placement=placement)
         else:
             lifecycle.resume(run, on=self.executor, placement=placement)
 
     def resize(self, run: RunStore, placement: Placement) -> bool:
-        """Through its executor; no step is lost."""
+        """Resize through the executor; no step is lost."""
         resized = lifecycle.change_placement(run, placement)
         if resized.how == "later":
             raise NotNowError(resized.text)
         return resized.how == "live"
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """Through the run's own verbs."""
+        """Stop through the lifecycle of the run."""
         record = lifecycle.request_stop(run, now=now)
         if record.state.can_resume and is_elsewhere(run):
-            # It rests, and its cluster would start it again: a lease that was preempted is queued there.
+            # Not active, but its cluster would start it again: a preempted lease is requeued there.
             self.executor.stop(run, now=now)
 
     def find_strays(self, runs: Sequence[RunStore]) -> None:
-        """A process of this machine whose starter died before it could write it down.
+        """Find a local process whose starter died before it could record it.
 
         What a cluster was asked for it knows itself, by name.
         """
@@ -182,7 +182,7 @@ class ExecutorAdapter:
         lost = self._note_losses(run, status)
         if not status.is_alive:
             return _Liveness(is_alive=False, lost_nodes=lost)
-        # Who was sent away takes a device until the next step's end; who is to come, already.
+        # A departing worker uses a device until its step ends; a joining one uses it already.
         if is_elsewhere(run):
             shares = _taken(status)
             return _Liveness(
@@ -200,7 +200,7 @@ class ExecutorAdapter:
         )
 
     def _note_losses(self, run: RunStore, status: RunStatus) -> tuple[str, ...]:
-        """Machines that were lost under the run a moment ago."""
+        """Nodes that the run lost a moment ago."""
         lost = {
             one_lease.lease.name: one_lease.node or one_lease.lease.node
             for one_lease in status.leases
@@ -225,7 +225,7 @@ class ExecutorAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Liveness:
-    """Whether anybody works on a run, and what is taken for it: 0 where that is not known."""
+    """Whether any process works on a run, and the devices it uses: 0 where unknown."""
 
     is_alive: bool
     devices: int = 0
@@ -236,7 +236,7 @@ class _Liveness:
 
 
 def _taken(status: RunStatus) -> Shares:
-    """Devices of each machine that a run has, or is to have; where it is led from, first."""
+    """Devices on each node that a run has or will have; the coordinator's node first."""
     taken: dict[str, int] = {}
     for lease in sorted(status.leases, key=lambda item: not item.lease.is_lead):
         if lease.lease.is_wanted and lease.state is not LeaseState.GONE:
@@ -252,7 +252,7 @@ def _is_settled(status: RunStatus) -> bool:
 
 
 def _group_of(run: RunStore) -> tuple[int | None, bool]:
-    """The most workers it can use, and whether it can be asked for another number."""
+    """The most workers it can use, and whether it accepts a resize."""
     if run.has(Area.SERVERS):
         return None, True
     group = read_worker_group(run)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FEW = 8
 
 
-class Told(Value):
+class LoggedDecision(Value):
     """One decision on the run."""
 
     at: float
@@ -40,20 +40,20 @@ class Explanation(Value):
 
     run: str
     standing: str
-    """Where it stands, in one sentence."""
+    """Current state, in one sentence."""
     holders: dict[str, int]
-    """Who holds devices now."""
-    history: tuple[Told, ...]
-    """What was decided, oldest first."""
+    """Devices that each run holds now."""
+    history: tuple[LoggedDecision, ...]
+    """Decisions about the run, oldest first."""
 
     @property
-    def last(self) -> Told | None:
+    def last(self) -> LoggedDecision | None:
         """The newest decision."""
         return self.history[-1] if self.history else None
 
 
 def explain(home: Path, run: RunStore) -> Explanation:
-    """Put together what the files say."""
+    """Build the explanation from the stored files."""
     entry = read_entry(run)
     if entry is None:
         raise StoreError(
@@ -68,7 +68,9 @@ def explain(home: Path, run: RunStore) -> Explanation:
     holders = {
         str(one_run["id"]): int(one_run["devices"]) for one_run in runs if one_run.get("devices")
     }
-    history = [result for line in pool_store.read_decisions(run.id) if (result := _told(line))]
+    history = [
+        result for line in pool_store.read_decisions(run.id) if (result := _read_decision(line))
+    ]
     return Explanation(
         run=run.id,
         standing=_standing(run, entry, read_allocation(run), own, is_up=is_up),
@@ -117,9 +119,9 @@ def _words(own: dict[str, Any]) -> str:
     return text
 
 
-def _told(line: dict[str, Any]) -> Told | None:
+def _read_decision(line: dict[str, Any]) -> LoggedDecision | None:
     try:
-        return Told(
+        return LoggedDecision(
             at=float(line["at"]),
             code=str(line["code"]),
             text=str(line["text"]),

@@ -35,7 +35,7 @@ def forecast(
     unknown: AbstractSet[str] = frozenset(),
     pending_nodes: Sequence[PendingNode] = (),
 ) -> dict[str, QueueForecast]:
-    """Each run as soon as as many devices are there and free as it needs, in the order of the queue.
+    """Start each run as soon as enough devices are free, in the order of the queue.
 
     Args:
         state: As it was decided on.
@@ -74,7 +74,7 @@ def forecast(
     waiting = [job for job in state.jobs if job.id not in result]
     for job in sorted(waiting, key=lambda job: -job.priority):
         at = supply.wait_for(job.min_devices)
-        if math.isinf(at):  # more than there is, or nobody knows when
+        if math.isinf(at):  # more than the pool has, or unknown
             result[job.id] = QueueForecast(start_at=math.inf, end_at=math.inf, samples_per_s=0.0)
             continue
         devices = max(job.min_devices, min(job.asked_devices, supply.free))
@@ -86,24 +86,28 @@ def forecast(
     return result
 
 
-def with_start(figures: Mapping[str, object], told: QueueForecast | None) -> dict[str, object]:
-    """A policy's figures, with our word on the start: a policy knows nothing of what is to come."""
-    if told is None or told.start_at is None:
+def with_start(
+    figures: Mapping[str, object], queue_forecast: QueueForecast | None
+) -> dict[str, object]:
+    """Figures of a policy with the predicted start: a policy does not know about pending nodes."""
+    if queue_forecast is None or queue_forecast.start_at is None:
         return dict(figures)
     rest = {name: value for name, value in figures.items() if name != "starts_at"}
-    return rest | ({"starts_at": told.start_at} if math.isfinite(told.start_at) else {})
+    return rest | (
+        {"starts_at": queue_forecast.start_at} if math.isfinite(queue_forecast.start_at) else {}
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Supply:
-    """Devices that are free, and those that will be: when runs end, and when machines come."""
+    """Free devices, and devices that become free when runs end and pending nodes arrive."""
 
     at: float
     free: int
     late: dict[str, int]
-    """Of machines that are listed and not there yet: what nobody was promised."""
+    """Devices on pending nodes that no run is placed on."""
     later: list[tuple[float, str, int]]
-    """When, of which machine that is late, how many."""
+    """Arrival time, node and number of devices that arrive late."""
 
     @classmethod
     def of(cls, state: PoolState, pending_nodes: Sequence[PendingNode]) -> _Supply:
@@ -134,7 +138,7 @@ class _Supply:
         heapq.heappush(self.later, (at, "", devices))
 
     def wait_for(self, devices: int) -> float:
-        """When so many are free; infinite where that is not predicted: others do not wait for that."""
+        """When so many devices are free; infinite if unknown: other runs do not wait for that."""
         predicted = sum(count + self.late.get(node, 0)
                        for at, node, count in self.later if at < math.inf)  # fmt: skip
         if self.free + predicted < devices:
@@ -146,7 +150,7 @@ class _Supply:
 
 
 def _wait_s(placement: Placement, late: Mapping[str, float], now: float) -> float:
-    """Until the machine that leads it is there; the others it waits for while it trains."""
+    """Seconds until its coordinator's node is there; it trains while it waits for the others."""
     return max(0.0, late.get(placement.shares[0][0], now) - now)
 
 

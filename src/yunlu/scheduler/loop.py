@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 _KEEP_S = 30.0
 _HALF_LIFE_S = 24 * 3600.0
 _UNDER_WAY_S = 60.0
-"""How long a decision may take to be carried out before it is thought over."""
+"""Longest time for a decision to be executed before it is made anew."""
 _UNSEEN = 4.0
-"""How much longer a run may be silent of which only its words are seen."""
+"""Factor on the stall limit of a run whose processes cannot be observed, only its log."""
 
 
 class Scheduler:
-    """One pool."""
+    """Scheduler of one pool."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Scheduler:
         self.speeds = SpeedEstimates(make_estimator)
         self.nodes: tuple[Node, ...] = ()
         self.decision: Decision | None = None
-        """The standing one; None while nothing may be changed."""
+        """The current decision; None while nothing may be changed."""
         self.forecast: dict[str, QueueForecast] = {}
         self.decided_ms = 0.0
         self._signature: Any = None
         self._news: Any = None
-        """What is not our own doing: runs that come and go, what is asked of them, machines."""
+        """External changes: runs that come and go, requests of users, nodes."""
         self._fixed: frozenset[str] = frozenset()
-        """Runs that could not be moved when it was decided last."""
+        """Runs that could not be moved at the last decision."""
         self._decided_at = -math.inf
         self._told: dict[str, tuple[str, Any]] = {}
         self._queued_since: dict[str, float] = {}
-        """Since when a run waits in the queue of its cluster, on the monotonic clock."""
+        """Since when a run waits in its cluster's queue, on the monotonic clock."""
         self._spot_policy = spot_policy.LiveSpotPolicy(
             step_s=settings.round_s + _UNDER_WAY_S, prices=settings.prices
         )
@@ -97,31 +97,31 @@ class Scheduler:
         self._troubles: dict[str, str] = {}
 
     def step(self) -> None:
-        """One turn of the loop. A fault of one run, or of a file, is that run's and that file's."""
+        """One turn of the loop. A failure of one run or file affects only that run or file."""
         self._watch()
         self._decide()
         self._apply()
         self._reclaim()
         self._publish()
 
-    # Watch.
+    # Observe.
 
     def _watch(self) -> None:
         jump_s = self.clock.find_jump_s()
         if jump_s is not None:
-            self._tell("", "clock", f"the clock of this machine was set by {jump_s:+.0f} s")
+            self._record("", "clock", f"the clock of this machine was set by {jump_s:+.0f} s")
         try:
             self.nodes = self._priced(self.control.nodes())
             self._troubles.pop("nodes", None)
         except (YunluError, OSError) as error:
-            # A cluster that does not answer has not lost its machines.
+            # A cluster that does not answer has not lost its nodes.
             self._trouble("nodes", f"the machines cannot be listed: {error}")
         types = {node.name: node.type for node in self.nodes}
         self.registry.refresh(types)
         lost = {
             name for s in self.registry.scheduled_runs.values() for name in s.observation.lost_nodes
         }
-        if lost:  # its cluster will notice, too; until then nothing is put there
+        if lost:  # its cluster will notice too; until then nothing is placed there
             self.nodes = tuple(
                 replace(node, is_leaving=True) if node.name in lost else node for node in self.nodes
             )
@@ -142,7 +142,7 @@ class Scheduler:
         )
 
     def _charge(self) -> None:
-        """What was held since the last look is used, and costs."""
+        """Account for the devices held since the last observation."""
         now = self.clock.now()
         span_s, self._charged_at = max(0.0, now - self._charged_at), now
         prices = {n.name: n.dollars_per_hour / 3600 / max(n.devices, 1) for n in self.nodes}
@@ -163,8 +163,8 @@ class Scheduler:
 
     def _measure(self) -> None:
         alive = {s.id: s for s in self.registry.scheduled_runs.values() if s.observation.is_alive}
-        for run_id, text in self._usage_monitor.look(alive, self.nodes).items():
-            self._tell(run_id, "lies", text)
+        for run_id, text in self._usage_monitor.update(alive, self.nodes).items():
+            self._record(run_id, "overuse", text)
             with suppress(OSError):
                 alive[run_id].run.warn(f"the pool: {text}")
 
@@ -175,7 +175,7 @@ class Scheduler:
         signature = tuple((s.id, s.phase, s.allocation.shares, s.entry) for s in scheduled_runs)
         news = tuple((s.id, s.entry, s.rests) for s in scheduled_runs), self.nodes
         is_due = self.clock.now() - self._decided_at >= self.settings.round_s
-        if not self.nodes:  # none known: nobody is sent away for that
+        if not self.nodes:  # none known: no run is stopped for that
             self.decision = None
             if is_due:
                 self._decided_at = self.clock.now()
@@ -208,7 +208,7 @@ class Scheduler:
         self._explain(scheduled_runs, self.decision)
 
     def _is_under_way(self, scheduled_runs: list[ScheduledRun]) -> bool:
-        """Whether what was decided last is still being done."""
+        """Whether the last decision is still being executed."""
         if self.decision is None or self.clock.now() - self._decided_at > _UNDER_WAY_S:
             return False
         return is_under_way(
@@ -221,11 +221,11 @@ class Scheduler:
     def _choose_markets(
         self, state: PoolState, scheduled_runs: list[ScheduledRun]
     ) -> dict[str, Mode]:
-        """Whether each run with a deadline may be on spot now, where there is also on-demand."""
+        """Whether each run with a deadline may use spot now, if the pool has on-demand too."""
         if all(job.deadline_at is None for job in state.jobs):
             return {}
         reserves: tuple[Reserve, ...] = ()
-        with suppress(YunluError, OSError):  # whoever asks for machines tells of it
+        with suppress(YunluError, OSError):  # reported by the autoscaler
             reserves = self._scaler.reserves() if self._scaler is not None else ()
         return self._spot_policy.choose(
             state,
@@ -243,7 +243,7 @@ class Scheduler:
                 claims[name] = claims.get(name, 0) + count
         try:
             for kind, text in self._scaler.follow(state, claims, modes=modes).items():
-                self._tell("", "machines", f"{kind}: {text}")
+                self._record("", "machines", f"{kind}: {text}")
             self._troubles.pop("machines", None)
         except (YunluError, OSError) as error:
             self._trouble("machines", f"the cluster cannot be asked for machines: {error}")
@@ -262,7 +262,9 @@ class Scheduler:
         there = {node.name for node in self.nodes if not node.is_leaving}
         types = tuple(sorted({node.type for node in self.nodes}))
         wanting = [s for s in scheduled_runs if find_held(s, there) or (s.may_move and not s.rests)]
-        demands = [make_demand(s, self.speeds.tell(s, types), self.clock, there) for s in wanting]
+        demands = [
+            make_demand(s, self.speeds.model_for(s, types), self.clock, there) for s in wanting
+        ]
         return PoolState(
             now=self.clock.now(),
             nodes=self.nodes,
@@ -274,7 +276,7 @@ class Scheduler:
         for scheduled in scheduled_runs:
             if scheduled.phase is Phase.BACKING_OFF:
                 text = f"It failed: {scheduled.allocation.failure.rstrip('.')}"
-                self._tell(
+                self._record(
                     scheduled.id,
                     "failed",
                     f"{text}. It waits {scheduled.allocation.wait_s():.0f} s.",
@@ -285,7 +287,7 @@ class Scheduler:
             result = decision.reasons.get(scheduled.id) if scheduled.may_move else None
             reason = result or _plain_reason(scheduled, wanted)
             shares = list(wanted.shares) if wanted else []
-            self._tell(
+            self._record(
                 scheduled.id,
                 reason.code,
                 reason.text,
@@ -307,7 +309,7 @@ class Scheduler:
         for move in plan_moves(scheduled_runs, wanted, self.nodes):
             scheduled = self.registry.scheduled_runs[move.run_id]
             if text := self.actions.do(scheduled, move):
-                self._tell(move.run_id, "put off", text)
+                self._record(move.run_id, "postponed", text)
 
     # Reclaim.
 
@@ -317,21 +319,21 @@ class Scheduler:
             budget = scheduled.entry.budget_dollars
             if scheduled.allocation.given_up:
                 if text := self.actions.give_up(scheduled):
-                    self._tell(scheduled.id, "given up", text)
+                    self._record(scheduled.id, "given up", text)
             elif (vain := self._find_vain_wait(scheduled, now)) and not scheduled.is_sent_away:
-                self.actions.call_off(scheduled, vain)
-                self._tell(scheduled.id, "called off", f"{vain}: {scheduled.observation.waits_for}")
+                self.actions.requeue_elsewhere(scheduled, vain)
+                self._record(scheduled.id, "requeued", f"{vain}: {scheduled.observation.waits_for}")
             elif scheduled.phase not in {Phase.RUNNING, Phase.CHANGING}:
                 continue
             elif budget is not None and scheduled.allocation.spent_dollars >= budget:
                 text = f"its budget of ${budget:g} is spent"
                 self.actions.dismiss(scheduled, text)
-                self._tell(scheduled.id, "over budget", text)
+                self._record(scheduled.id, "over budget", text)
             elif self._is_stalled(scheduled, now):
                 idle_s = now - scheduled.progress.moved_at
                 text = f"it has written nothing and computed nothing for {idle_s:.0f} s"
                 self.actions.end_stalled(scheduled)
-                self._tell(scheduled.id, "stalled", text)
+                self._record(scheduled.id, "stalled", text)
         for run_id in self.registry.drop_over():
             self.speeds.forget(run_id)
             self._told.pop(run_id, None)
@@ -344,11 +346,11 @@ class Scheduler:
             return False
         usage = self._usage_monitor.usage.get(scheduled.id)
         if scheduled.observation.shares and (usage is None or usage.cores is None):
-            return silent_s > _UNSEEN * patience_s  # whether it computes is not known here
+            return silent_s > _UNSEEN * patience_s  # whether it computes cannot be observed here
         return usage is not None and usage.cores is not None and usage.cores < 0.05
 
     def _find_vain_wait(self, scheduled: ScheduledRun, now: float) -> str | None:
-        """Why a run need not wait any longer in the queue of its cluster; None where it may."""
+        """Why a run should not wait any longer in its cluster's queue; None if it may."""
         if not scheduled.observation.waits_for:
             self._queued_since.pop(scheduled.id, None)
             return None
@@ -362,7 +364,7 @@ class Scheduler:
             return f"its cluster has not started it on {', '.join(names)} for {now - since:.0f} s"
         return None
 
-    # Tell.
+    # Publish.
 
     def _publish(self) -> None:
         self.pool_store.publish(
@@ -381,24 +383,24 @@ class Scheduler:
             )
         )
 
-    def _tell(self, run_id: str, code: str, text: str, **more: Any) -> None:
-        """A line of the decisions, unless it was the last one about this run."""
+    def _record(self, run_id: str, code: str, text: str, **more: Any) -> None:
+        """Append a decision, unless it equals the last one about this run."""
         gist = (code, more.get("shares"))
         if run_id and self._told.get(run_id) == gist:
             return
         self._told[run_id] = gist
         line = {"at": round(self.clock.now(), 3), "run": run_id, "code": code, "text": text, **more}
-        self.pool_store.tell([line])
+        self.pool_store.append_decisions([line])
 
-    def _trouble(self, what: str, words: str) -> None:
-        if self._troubles.get(what) != words:
-            self._troubles[what] = words
-            self._tell("", "trouble", words)
+    def _trouble(self, what: str, text: str) -> None:
+        if self._troubles.get(what) != text:
+            self._troubles[what] = text
+            self._record("", "trouble", text)
 
 
 def _plain_reason(scheduled: ScheduledRun, wanted: Any) -> Reason:
     if not scheduled.may_move:
         return Reason(code="kept", text=f"it is {scheduled.phase}: what it holds stays as it is")
     if not wanted:
-        return Reason(code="waits", text="others make more of the devices")
+        return Reason(code="waits", text="other jobs gain more from these devices")
     return Reason(code="given", text=f"it gets {wanted.devices} devices")

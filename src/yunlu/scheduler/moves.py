@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationMove:
-    """One thing to do to one run."""
+    """One action on one run."""
 
     run_id: str
     kind: Literal["start", "resize", "stop"]
@@ -27,7 +27,7 @@ class AllocationMove:
 
 
 def free_devices(scheduled_runs: Sequence[ScheduledRun], nodes: Sequence[Node]) -> dict[str, int]:
-    """Devices of each machine that no run has or is about to have."""
+    """Devices of each node that no run holds or is about to hold."""
     free = {node.name: node.devices for node in nodes}
     for scheduled in scheduled_runs:
         for name, count in scheduled.allocation.claims.items():
@@ -41,7 +41,7 @@ def plan_moves(
     placements: Mapping[str, Placement],
     nodes: Sequence[Node],
 ) -> list[AllocationMove]:
-    """What can be done now: first what frees devices, then what fits into the free ones.
+    """Actions possible now: first those that free devices, then those that fit into free devices.
 
     Args:
         scheduled_runs: Runs, in the order in which they are to be served.
@@ -72,14 +72,14 @@ def hold_still(
     placements: Mapping[str, Placement],
     fixed: AbstractSet[str],
 ) -> Mapping[str, Placement]:
-    """What was decided; who could not be moved then keeps what it has come to since."""
+    """The decision, with the current placement of runs that could not be moved when it was made."""
     return {**placements, **{s.id: s.allocation.placement for s in scheduled_runs if s.id in fixed}}
 
 
 def is_under_way(
     scheduled_runs: Sequence[ScheduledRun], placements: Mapping[str, Placement]
 ) -> bool:
-    """Whether what was decided is still being done: those who make room, others wait for.
+    """Whether the decision is still being executed, so that runs wait for devices that others release.
 
     Decided in the middle of that, devices that are about to be free would look taken, and others
     would be stopped for them.
@@ -93,7 +93,7 @@ def is_under_way(
 
 
 def find_move(scheduled: ScheduledRun, wanted: Placement) -> AllocationMove | None:
-    """What is to be done to a run so that it holds this; None where nothing is, or can be now."""
+    """The action that gives a run this placement; None if none is needed, or possible now."""
     if not scheduled.may_move:
         return None
     if scheduled.is_free:
@@ -108,6 +108,6 @@ def find_move(scheduled: ScheduledRun, wanted: Placement) -> AllocationMove | No
 
 
 def _more(scheduled: ScheduledRun, wanted: Placement) -> dict[str, int]:
-    """Devices that it does not have yet."""
+    """Devices that it does not hold yet."""
     has = scheduled.allocation.claims
     return {name: max(0, count - has.get(name, 0)) for name, count in wanted.shares}

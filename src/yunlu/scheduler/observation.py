@@ -12,34 +12,34 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _HOPELESS = frozenset({"job", "data", "model", "missing", MEMORY})
-"""Errors that come again with every attempt: what was asked for cannot be done."""
+"""Errors that every attempt would repeat: the request cannot be satisfied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunObservation:
-    """One look at a run."""
+    """One observation of a run."""
 
     state: RunState
     is_alive: bool
-    """Whether any process works on it; its devices are taken as long as one does."""
+    """Whether any process works on it; its devices are in use as long as one does."""
     has_begun: bool = False
     """Whether a worker was started since it was last queued."""
     devices: int = 0
-    """Devices its workers take, or will take when those that come have come; 0 where unknown."""
+    """Devices its workers use, or will use once joining workers are there; 0 where unknown."""
     shares: tuple[tuple[str, int], ...] = ()
-    """The same by machine, where it may be on several."""
+    """The same by node, where it may be on several."""
     lost_nodes: tuple[str, ...] = ()
-    """Machines that were lost under it; its cluster may list them still."""
+    """Nodes it lost; its cluster may still list them."""
     is_settled: bool = False
-    """Whether nobody of it is known to be on the way, neither in nor out."""
+    """Whether no worker of it is joining or leaving."""
     waits_for: str = ""
-    """Why nothing of it has started yet, though its cluster was asked to; empty where it has."""
+    """Why no process of it has started yet, although its cluster was asked to; empty if one has."""
     usable: int | None = None
-    """The most that its model and batch can be split over, once that is known."""
+    """The most devices its model and batch can be split over, once known."""
     is_resizable: bool = False
-    """Whether it can be asked now for another number of workers."""
+    """Whether it accepts a resize now."""
     node: str = "local"
-    """Where it runs, if on one machine."""
+    """Its node, if it runs on one node."""
     step: int = 0
     steps: int | None = None
     error: str | None = None

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 _RECENT = 8
 _LATE = 0.25
-"""A machine that is late is expected to take this share of the time that it has taken so far."""
+"""A node that is late is expected to take this share of the time that it has taken so far."""
 _GIVEN_UP = 10.0
-"""After so many times as long as others took, nobody counts on it any more."""
+"""After this multiple of the usual boot time a node is no longer expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingNode:
-    """A machine that was asked for."""
+    """A node that was requested and is not there yet."""
 
     kind: str
     """``Reserve.kind``."""
     type: str
     devices: int
     at: float
-    """When it will probably be there, on the pool's clock."""
+    """Expected arrival, on the pool's clock."""
     node: str = ""
-    """Its name, where it is listed already: what is placed there waits for it."""
+    """Its name, if it is listed already: runs placed there wait for it."""
 
 
 class PendingNodes:
-    """Remembers since when machines are on their way, and how long others took."""
+    """Tracks when nodes were requested, and how long earlier ones took."""
 
     def __init__(self) -> None:
         self._since: dict[str, list[float]] = {}
@@ -45,30 +45,30 @@ class PendingNodes:
         self._boots_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
 
     def boot_s(self, kind: str) -> float:
-        """How long a machine of this kind takes to come: as measured, else a guess."""
+        """Boot time of a node of this kind: measured, else a default."""
         known = self._boots_s.get(kind)
         return median(known) if known else BOOT_S
 
     def update(
         self,
         reserves: Sequence[Reserve],
-        asked: Mapping[str, int],
+        requested: Mapping[str, int],
         there: Mapping[str, int],
         *,
         now: float,
     ) -> tuple[PendingNode, ...]:
-        """Take in what is there now; what is still to come.
+        """Update with the nodes that are there now; returns those still pending.
 
         Args:
             reserves: What can be had, and what of it is.
-            asked: By kind, how many we asked for in all.
+            requested: Nodes requested in all, by kind.
             there: By kind, how many of them can be used now.
             now: On the pool's clock.
         """
         matches: list[PendingNode] = []
         for reserve in reserves:
             kind, ready = reserve.kind, there.get(reserve.kind, 0)
-            wanted = min(max(asked.get(kind, 0), reserve.awake), reserve.most)
+            wanted = min(max(requested.get(kind, 0), reserve.awake), reserve.most)
             since = self._count(kind, ready, max(wanted - ready, 0), now)
             names = [*reserve.waking, *[""] * len(since)]
             matches += [
@@ -79,13 +79,13 @@ class PendingNodes:
         return tuple(matches)
 
     def _count(self, kind: str, ready: int, coming: int, now: float) -> list[float]:
-        """Since when each that is to come is on its way; who has come tells how long it took."""
+        """Request times of the pending nodes; arrived ones give a measured boot time."""
         since = self._since.setdefault(kind, [])
         came = max(ready - self._there.get(kind, ready), 0)
         for began in since[:came]:
             self._boots_s[kind].append(now - began)
         del since[:came]
-        del since[coming:]  # not wanted any more: the last that were asked for
+        del since[coming:]  # no longer wanted: the most recent requests
         since += [now] * (coming - len(since))
         self._there[kind] = ready
         return since

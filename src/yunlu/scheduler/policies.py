@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Policy
 
 GROUP = "yunlu.policies"
-"""Where others register theirs: a class that is made without arguments."""
+"""Entry point group of further policies: a class without constructor arguments."""
 
 
 class PolicyError(YunluError):
-    """There is no such way to share devices."""
+    """Unknown policy."""
 
     code = "policy"
 
 
 def open_policy(name: str) -> Policy:
-    """The policy of this name, new and without notes."""
+    """A new instance of the policy of this name."""
     from yunlu.scheduler.policy.allocator import Allocator  # noqa: PLC0415
     from yunlu.scheduler.policy.baselines import BASELINES  # noqa: PLC0415 (arrays: slow to import)
 
@@ -46,7 +46,7 @@ def open_policy(name: str) -> Policy:
 
 
 def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
-    """Who makes a model of what was seen of a run.
+    """The estimator that fits speed models to observations.
 
     Args:
         first: The most devices for a program that nobody has seen; it must be able to start on them.
@@ -54,7 +54,7 @@ def open_estimator(first: int = 1, types: tuple[str, ...] = ()) -> Estimator:
     """
     from yunlu.scheduler.policy.fitting import Fitter  # noqa: PLC0415 (arrays: slow to import)
 
-    # From there sizes are tried step by step.
+    # From there larger sizes are tried step by step.
     if len(types) <= 1:
         return Fitter(first_devices=first)
     from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter  # noqa: PLC0415 (as above)

@@ -24,41 +24,41 @@ _TAIL_BYTES = 1 << 20
 
 
 class PoolSettings(Value):
-    """How a pool is to be run; kept, so that the next service runs it alike."""
+    """Settings of a pool; stored, so that the next service uses the same."""
 
     executor: str = "local"
-    """Its address."""
+    """Address of the executor."""
     policy: str = "yunlu"
     round_s: float = Field(default=30.0, gt=0)
-    """How often is decided anew where nothing has happened."""
+    """Seconds between decisions while nothing changes."""
     look_s: float = Field(default=1.0, gt=0)
     quotas: dict[str, int] = Field(default_factory=dict)
-    """Devices of each team."""
+    """Guaranteed devices of each team."""
     borrow: dict[str, int] = Field(default_factory=dict)
-    """How many more each team may hold while nobody else wants them; without a word, any number."""
+    """Devices that each team may borrow while no other team claims them; default: any number."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """How much of what is left over goes to each team; 1 without a word."""
+    """Weight of each team in sharing what is left over; default: 1."""
     grow_after_s: float = Field(default=30.0, ge=0)
-    """How long more machines must be wanted before a cluster is asked for them."""
+    """How long more nodes must be wanted before they are requested from a cluster."""
     idle_s: float = Field(default=300.0, ge=0)
-    """How long a machine is idle before it is given back."""
+    """How long a node is idle before it is released."""
     max_nodes: int | None = Field(default=None, ge=0)
-    """Machines that the pool may have, those that are always there included."""
+    """Most nodes of the pool, permanent ones included."""
     max_dollars_per_hour: float | None = Field(default=None, ge=0)
     queue_s: float = Field(default=600.0, gt=0)
-    """A run that waits longer in the queue of its cluster is placed elsewhere."""
+    """A run that waits longer in its cluster's queue is placed elsewhere."""
     stall_s: float = Field(default=1800.0, gt=0)
-    """A run that writes nothing and computes nothing for so long gives its devices back."""
+    """A run without output and CPU time for this long is stopped."""
     dollars_per_hour: float | None = None
-    """What each machine costs, where nobody says more."""
+    """Price of a node per hour, unless ``prices`` has one for its kind."""
     prices: dict[str, float] = Field(default_factory=dict)
-    """What machines of a kind cost an hour: ``a100``, ``a100-spot``."""
+    """Price per hour by kind of node: ``a100``, ``a100-spot``."""
     team_dollars_per_hour: dict[str, float] = Field(default_factory=dict)
-    """What machines that are asked for a team may cost an hour."""
+    """Most dollars per hour for nodes requested for a team."""
 
 
 class ServiceRecord(Value):
-    """The process that runs the pool."""
+    """Process of the scheduler service."""
 
     pid: int
     process_started_at: float
@@ -80,7 +80,7 @@ class PoolStore:
         self.teams = self.path / "teams.json"
 
     def read_settings(self) -> PoolSettings | None:
-        """How the pool was last brought up; none where it never was."""
+        """Settings of the last start; None if the pool was never up."""
         try:
             return PoolSettings.model_validate_json(self.settings.read_bytes())
         except FileNotFoundError:
@@ -91,34 +91,34 @@ class PoolStore:
             ) from error
 
     def write_settings(self, settings: PoolSettings) -> None:
-        """Keep them."""
+        """Store them."""
         make_directory(self.path)
         write_atomically(self.settings, settings.model_dump_json(indent=2))
 
-    def tell(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Add to the decisions; an explanation is not worth a fault."""
+    def append_decisions(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Append decisions; errors are ignored, since explanations are not essential."""
         with suppress(OSError):
             if self.decisions.exists() and self.decisions.stat().st_size > _MOST_BYTES:
                 self.decisions.replace(self.decisions.with_suffix(".1.jsonl"))
             append_lines(self.decisions, mask_value(list(lines)))
 
     def read_decisions(self, run_id: str | None = None) -> Iterator[dict[str, Any]]:
-        """The recent ones, oldest first."""
+        """Recent decisions, oldest first."""
         for path in (self.decisions.with_suffix(".1.jsonl"), self.decisions):
             start = 0
             with suppress(OSError):
                 start = max(0, path.stat().st_size - _TAIL_BYTES)
-            for line, _ in read_lines(path, offset=start):  # the first may be half a line
+            for line, _ in read_lines(path, offset=start):  # the first may be a partial line
                 if isinstance(line, dict) and run_id in {None, line.get("run")}:
                     yield line
 
     def publish(self, view: dict[str, Any]) -> None:
-        """What the pool looks like now, for whoever asks."""
+        """Publish the current view of the pool."""
         with suppress(OSError):
             self._replace(self.view, json.dumps(view))
 
     def read_view(self) -> dict[str, Any] | None:
-        """What it looked like at the last look; none where there was none."""
+        """The last published view; None if there is none."""
         try:
             result = json.loads(self.view.read_bytes())
         except (OSError, ValueError):
@@ -126,7 +126,7 @@ class PoolStore:
         return result if isinstance(result, dict) else None
 
     def read_teams(self) -> dict[str, float]:
-        """Device-seconds that each team has used lately."""
+        """Recent device-seconds of each team."""
         try:
             result = json.loads(self.teams.read_bytes())
             return {str(team): float(used) for team, used in result.items()}
@@ -134,12 +134,12 @@ class PoolStore:
             return {}
 
     def write_teams(self, used_device_s: dict[str, float]) -> None:
-        """Keep them."""
+        """Store them."""
         with suppress(OSError):
             self._replace(self.teams, json.dumps(used_device_s))
 
     def _replace(self, path: Path, text: str) -> None:
-        """Atomic for readers, and not flushed: it is derived."""
+        """Atomic for readers, but not flushed to disk: it is derived."""
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             with open_private(aside, "w") as file:

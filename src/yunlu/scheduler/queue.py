@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 MOST_PRIORITY = 1_000_000
 _NONE = "none"
 _NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
-"""Answers for a run that waits: no process, and so none that can be found dead."""
+"""Worker record of a waiting run: no process, so none that can be found dead."""
 
 Wish = Literal["run", "pause", "stop"]
 
 
 class QueueEntry(Value):
-    """One run's place in the queue."""
+    """Queue entry of one run."""
 
     submitted_at: float
     priority: int = 0
@@ -56,18 +56,18 @@ class QueueEntry(Value):
     deadline_at: float | None = None
     budget_dollars: float | None = Field(default=None, gt=0)
     samples: float | None = None
-    """How many it will train in all, where the job says."""
+    """Samples it will train on in all, if the job says."""
     most_batch: int | None = None
-    """How large its batch may become with more workers; None where it stays as it is."""
+    """Largest batch with more workers; None if the batch is fixed."""
     signature: str = ""
-    """Runs with the same one are equally fast."""
+    """Runs with the same signature have the same speed."""
     wish: Wish = "run"
     ticket: int = 1
-    """Counts how often it was put into the queue: faults of earlier times are forgiven."""
+    """Counts how often it was queued; failures of earlier tickets do not count."""
 
 
 class SubmitOptions(Value):
-    """What ``yunlu submit`` takes besides the job."""
+    """Options of ``yunlu submit`` besides the job."""
 
     priority: int = 0
     team: str = ""
@@ -77,37 +77,39 @@ class SubmitOptions(Value):
     budget_dollars: float | None = Field(default=None, gt=0)
 
 
-def read_options(*, deadline: str | None = None, **told: Any) -> SubmitOptions:
-    """What was asked for, with times in words; refuses what cannot be meant."""
+def read_options(*, deadline: str | None = None, **options: Any) -> SubmitOptions:
+    """Validate the options; the deadline is given as text."""
     deadline_s = None if deadline is None else read_span_s(deadline)
     if deadline is not None and deadline_s is None:
         raise JobError(f"deadline: {deadline!r} is not a time", hint="say 90min, 36h or 1d 12h")
-    _check_priority(told.get("priority", 0))
+    _check_priority(options.get("priority", 0))
     for key in ("min_devices", "max_devices"):
-        if told.get(key) is not None and told[key] < 1:
-            raise JobError(f"{key}: {told[key]} is not a number of devices", hint="say 1 or more")
-    budget = told.get("budget_dollars")
+        if options.get(key) is not None and options[key] < 1:
+            raise JobError(
+                f"{key}: {options[key]} is not a number of devices", hint="say 1 or more"
+            )
+    budget = options.get("budget_dollars")
     if budget is not None and not budget > 0:
         raise JobError(f"budget: {budget:g} is not above 0")
-    return SubmitOptions(deadline_s=deadline_s, **told)
+    return SubmitOptions(deadline_s=deadline_s, **options)
 
 
 def enqueue(
-    job: Job, asked: SubmitOptions | None = None, *, source: Path | None = None
+    job: Job, options: SubmitOptions | None = None, *, source: Path | None = None
 ) -> RunStore:
-    """Make a run that waits for the pool. Returns at once, whether or not a pool is up."""
-    asked = asked or SubmitOptions()
-    request = make_request(job, least=asked.min_devices, most=asked.max_devices)
+    """Create a run that waits for the pool. Returns at once, whether or not a pool is up."""
+    options = options or SubmitOptions()
+    request = make_request(job, least=options.min_devices, most=options.max_devices)
     run = lifecycle.submit(job, source=source)
     now = time.time()
-    deadline_s = asked.deadline_s if asked.deadline_s is not None else _deadline_s(job)
+    deadline_s = options.deadline_s if options.deadline_s is not None else _deadline_s(job)
     entry = QueueEntry(
         submitted_at=now,
-        priority=asked.priority,
-        team=asked.team,
+        priority=options.priority,
+        team=options.team,
         request=request,
         deadline_at=None if deadline_s is None else now + deadline_s,
-        budget_dollars=asked.budget_dollars or job.goal.budget,
+        budget_dollars=options.budget_dollars or job.goal.budget,
         samples=_count_samples(job),
         most_batch=job.train.adapt_batch.max if job.train.adapt_batch else None,
         signature=job_signature(job),
@@ -115,7 +117,7 @@ def enqueue(
     try:
         with launch_lock(run, wait=True):
             _write(run, entry)
-            # From here on nobody's death is the run's: it waits for a pool, not for this process.
+            # From here on the run waits for a pool and does not depend on this process.
             record_worker(run, _NOBODY)
     except OSError as error:
         raise StoreError(f"{run.id} cannot be queued: {error}") from error
@@ -123,7 +125,7 @@ def enqueue(
 
 
 def read_entry(run: RunStore) -> QueueEntry | None:
-    """What is wanted of the run; none where it is not in the queue."""
+    """Queue entry of a run; None if it is not in the queue."""
     try:
         content = run.read(Document.QUEUE_ENTRY)
         return None if content is None else QueueEntry.model_validate_json(content)
@@ -131,12 +133,12 @@ def read_entry(run: RunStore) -> QueueEntry | None:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
             f"{run.location(Document.QUEUE_ENTRY)} cannot be read: {first}",
-            hint="if another version of Yunlu wrote it, use that one; else submit the job anew",
+            hint="if another version of Yunlu wrote it, use that one; else submit the job again",
         ) from error
 
 
 def change_entry(run: RunStore, **changes: Any) -> QueueEntry:
-    """Want something else of a queued run."""
+    """Change the entry of a queued run."""
     try:
         with launch_lock(run, wait=True):
             entry = read_entry(run)
@@ -152,12 +154,6 @@ def change_entry(run: RunStore, **changes: Any) -> QueueEntry:
         raise StoreError(f"{run.id} cannot be changed: {error}") from error
 
 
-def set_priority(run: RunStore, priority: int) -> QueueEntry:
-    """Let a run go before others, or after them."""
-    _check_priority(priority)
-    return change_entry(run, priority=priority)
-
-
 def change_terms(
     run: RunStore,
     *,
@@ -167,7 +163,7 @@ def change_terms(
     min_devices: int | None = None,
     max_devices: int | None = None,
 ) -> QueueEntry:
-    """Change what was asked for a queued run; what is not said stays as it is.
+    """Change the options of a queued run; those not given stay.
 
     Args:
         run: The run.
@@ -194,7 +190,7 @@ def change_terms(
 
 
 def pause(run: RunStore) -> QueueEntry:
-    """Save and stop a run, and keep its place in the queue for later."""
+    """Save and stop a run, and keep its position in the queue."""
     _refuse_over(run)
     entry = change_entry(run, wish="pause")
     lifecycle.request_stop(run)
@@ -202,9 +198,9 @@ def pause(run: RunStore) -> QueueEntry:
 
 
 def withdraw(run: RunStore) -> None:
-    """Take a run out of the queue, if it is in it. Whoever stops a run says so first."""
+    """Take a run out of the queue, if it is in it. Called before a run is stopped."""
     if run.has(Document.QUEUE_ENTRY) and not _is_finished(run):
-        with suppress(StoreError):  # a run whose entry cannot be read, the pool leaves alone
+        with suppress(StoreError):  # the pool ignores a run whose entry cannot be read
             change_entry(run, wish="stop")
 
 
@@ -223,7 +219,7 @@ def scan(home: Path) -> Iterator[RunStore]:
 
 
 def job_signature(job: Job) -> str:
-    """What jobs that are equally fast have in common."""
+    """Signature shared by jobs of the same speed."""
     import hashlib  # noqa: PLC0415 (needed once for each job)
 
     train = job.train
@@ -251,7 +247,7 @@ def _read_dollars(text: str) -> float:
 
 
 def _hand_over(run: RunStore) -> None:
-    """A pending run whose keeper is gone waits for the pool."""
+    """Make a pending run whose process is gone wait for the pool."""
     with launch_lock(run, wait=True):
         worker = recorded_worker(run)
         if worker is not None and not worker.detached:
@@ -281,7 +277,7 @@ def _deadline_s(job: Job) -> float | None:
 
 
 def _count_samples(job: Job) -> float | None:
-    """The job's length, as far as it can be told at a glance."""
+    """Number of samples, where it is cheap to know."""
     from yunlu.jobs.dataset_size import block_length, measure_dataset  # noqa: PLC0415 (as above)
 
     train = job.train

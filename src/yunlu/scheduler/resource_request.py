@@ -19,10 +19,10 @@ class ResourceRequest(Value):
 
     least: int
     most: int
-    asked: int
-    """What it takes where sizes are fixed."""
+    requested: int
+    """Number of devices under policies with fixed sizes."""
     multiple: int = 1
-    """Only multiples of this can be used."""
+    """Only multiples of this are usable."""
 
     @property
     def is_rigid(self) -> bool:
@@ -31,7 +31,7 @@ class ResourceRequest(Value):
 
 
 def make_request(job: Job, *, least: int | None = None, most: int | None = None) -> ResourceRequest:
-    """What the job's file says, unless its owner says more.
+    """Resource request of a job; explicit bounds override the job's own.
 
     A job that names its devices or its whole layout is rigid, unless bounds are given.
     """
@@ -46,7 +46,7 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
                 f"the job can use one device only: {clash.key}: {clash.why}.",
                 hint=f"remove {clash.key}, or leave out --min-devices and --max-devices",
             )
-        return ResourceRequest(least=1, most=1, asked=1)
+        return ResourceRequest(least=1, most=1, requested=1)
     if least is None and most is None and fixed is not None:
         return _rigid(fixed, multiple)
     low = _round_up(least or multiple, multiple)
@@ -54,19 +54,19 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
     high = high // multiple * multiple
     if low > high:
         raise JobError(
-            f"no number of devices lies between {least or multiple} and {most}"
+            f"no usable number of devices is between {least or multiple} and {most}"
             + (f" and is a multiple of {multiple}" if multiple > 1 else ""),
             hint="lower --min-devices or raise --max-devices",
         )
     requested = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
-        low, requested = 2, max(requested, 2)  # one worker alone has nobody to exchange with
-    return ResourceRequest(least=low, most=high, asked=requested, multiple=multiple)
+        low, requested = 2, max(requested, 2)  # a single worker has no peer to exchange with
+    return ResourceRequest(least=low, most=high, requested=requested, multiple=multiple)
 
 
 def _rigid(devices: int, multiple: int) -> ResourceRequest:
     multiple = multiple if devices % multiple == 0 else 1
-    return ResourceRequest(least=devices, most=devices, asked=devices, multiple=multiple)
+    return ResourceRequest(least=devices, most=devices, requested=devices, multiple=multiple)
 
 
 def _fixed_devices(job: Job) -> int | None:
@@ -76,7 +76,7 @@ def _fixed_devices(job: Job) -> int | None:
 
 
 def _cut_ways(job: Job) -> int:
-    """Ways in which the model itself is cut: these workers come and go together."""
+    """Tensor and pipeline parallel degree: these workers join and leave together."""
     product = 1
     for axis, size in job.layout.sizes.items():
         product *= size if axis != "dp" else 1

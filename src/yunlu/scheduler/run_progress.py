@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 _RECENT = 50
 _WARM_UP = 2
-"""Steps of a generation that are not typical."""
+"""First steps of a generation, left out as warm-up."""
 _PENDING = 2000
-"""Steps that may wait for the event that says how many workers made them."""
+"""Steps that may wait for the event with the number of workers."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Steps made by so many workers."""
+    """Steps made by one number of workers."""
 
     steps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RECENT))
     waits_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RECENT))
 
 
 class RunProgress:
-    """One run, watched."""
+    """Progress of one run."""
 
     def __init__(self, run: RunStore) -> None:
         self.run = run
         self.base_batch: int | None = None
-        """What its learning rate is meant for: a useful sample is one of it."""
+        """Batch that its learning rate is set for: the unit of useful samples."""
         self.batch: int | None = None
         self.micro_batch: int | None = None
         self.steps: int | None = None
@@ -48,7 +48,7 @@ class RunProgress:
         self.noise: tuple[float, float] | None = None
         """Square of the gradient, and its variance at the base batch."""
         self.moved_at = time.monotonic()
-        """When it last wrote anything, on the monotonic clock."""
+        """When it last wrote a log record, on the monotonic clock."""
         self.resizes_s: list[float] = []
         self.startup_s: float | None = None
         self._view = RunView()
@@ -60,7 +60,7 @@ class RunProgress:
         self._unknown: list[Mapping[str, Any]] = []
 
     def take(self) -> bool:
-        """Read what was written since the last time; whether anything was."""
+        """Read new log records; returns whether there were any."""
         before = (self._events, self._metrics)
         for event, after in self.run.read_events(offset=self._events):
             self._events = after
@@ -78,7 +78,7 @@ class RunProgress:
         return has_moved
 
     def seen(self, device_type: str) -> tuple[RecordedTiming, ...]:
-        """How long steps took, for each number of workers."""
+        """Step times for each number of workers."""
         matches: list[RecordedTiming] = []
         for (nodes, devices), group in sorted(self._groups.items()):
             if len(group.steps_s) < 2 or self.batch is None:
@@ -101,13 +101,13 @@ class RunProgress:
         return tuple(matches)
 
     def pace_s(self, devices: int) -> float | None:
-        """A usual step on so many devices."""
+        """Typical step time on so many devices."""
         result = [g.steps_s for (_, count), g in self._groups.items() if count == devices]
         return median(steps_s) if result and (steps_s := result[-1]) else None
 
     @property
     def usual_step_s(self) -> float:
-        """A usual step, on whatever it ran on; 0 before the first."""
+        """Typical step time on any number of devices; 0 before the first step."""
         steps_s = [item for group in self._groups.values() for item in group.steps_s]
         return median(steps_s) if steps_s else 0.0
 
@@ -147,7 +147,7 @@ class RunProgress:
         self._sort(record)
 
     def _sort(self, record: Mapping[str, Any]) -> None:
-        """To the steps of as many workers as made it."""
+        """Assign a step to the number of workers that made it."""
         generation = record.get("generation")
         key = (int(record.get("attempt") or self._attempt), int(generation or 0))
         workers = (1, 1) if generation is None else self._workers.get(key)

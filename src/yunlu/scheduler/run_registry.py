@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RunRegistry:
-    """Stands of all runs that are not over."""
+    """Scheduled runs that are not over."""
 
     def __init__(
         self, home: Path, control: RunControl, clock: SteadyClock, *, name: str = ""
@@ -33,21 +33,21 @@ class RunRegistry:
         self.home, self.control, self.clock, self.name = home, control, clock, name
         self.scheduled_runs: dict[str, ScheduledRun] = {}
         self.troubles: dict[str, str] = {}
-        """Of runs, by their id: what could not be read or written at the last look."""
+        """Errors of the last observation, by run id."""
         self._over: dict[str, tuple[int, ...]] = {}
         self._unkept: set[str] = set()
-        """Runs whose notes on disk are older than ours."""
+        """Runs whose record on disk is out of date."""
         self._has_looked = False
 
     def refresh(self, types: Mapping[str, str]) -> None:
-        """Look at every run that is not over.
+        """Observe every run that is not over.
 
         Args:
             types: Machines that are there, and the type of their devices.
         """
         result = {run.id: run for run in scan(self.home)}
         for run_id in [run_id for run_id in self.scheduled_runs if run_id not in result]:
-            # Its directory is gone. What still runs of it we cannot know; nothing is given away.
+            # Its directory is gone. Its processes may still run: its devices stay reserved.
             if not self.scheduled_runs[run_id].allocation.claims:
                 del self.scheduled_runs[run_id]
         fresh = [d for d in result.values() if self._over.get(d.id) != _age(d)]
@@ -56,10 +56,10 @@ class RunRegistry:
             starting = [d for d in fresh if _was_starting(read_allocation(d))]
             self.control.find_strays(starting)
         for run in fresh:
-            self._look(run, types)
+            self._update(run, types)
 
     def ordered(self) -> list[ScheduledRun]:
-        """In the order in which they are served: by priority, then as they came."""
+        """Scheduling order: by priority, then by submission."""
         return sorted(
             self.scheduled_runs.values(),
             key=lambda s: (-s.entry.priority, s.entry.submitted_at, s.id),
@@ -68,7 +68,7 @@ class RunRegistry:
     def put(
         self, scheduled: ScheduledRun, allocation: AllocationRecord, *, is_pending: bool = False
     ) -> None:
-        """Change the notes on a run; an intention that cannot be written must not be acted on."""
+        """Change the record of a run; a pending action that cannot be written must not be executed."""
         if is_pending:
             write_allocation(scheduled.run, allocation, is_pending=True)
             self._unkept.discard(scheduled.id)
@@ -80,7 +80,7 @@ class RunRegistry:
         )
 
     def charge(self, scheduled: ScheduledRun, *, device_s: float, dollars: float) -> None:
-        """Count what a run has had; written down with the next change, or now and then."""
+        """Account for usage of a run; written with the next change, or periodically."""
         allocation = scheduled.allocation
         scheduled.allocation = allocation.model_copy(
             update={
@@ -91,7 +91,7 @@ class RunRegistry:
         self._unkept.add(scheduled.id)
 
     def keep_all(self) -> None:
-        """Write down what has not been."""
+        """Write all records that are out of date."""
         for run_id in [*self._unkept]:
             if run_id in self.scheduled_runs:
                 self._keep(self.scheduled_runs[run_id], self.scheduled_runs[run_id].allocation)
@@ -99,13 +99,13 @@ class RunRegistry:
                 self._unkept.discard(run_id)
 
     def drop_over(self) -> list[str]:
-        """Stop looking at runs that are over, until somebody changes them. Paused ones are shown."""
+        """Stop observing runs that are over, until their files change. Paused ones stay visible."""
         ends = {phase for phase in Phase if phase.is_over} - {Phase.PAUSED}
         over = [
             s for s in self.scheduled_runs.values() if s.phase in ends and not s.allocation.claims
         ]
         over = [s for s in over if not s.problem and s.id not in self._unkept]
-        # One that is given up is told so first.
+        # One that is given up is marked as failed first.
         over = [
             s for s in over if not s.allocation.given_up or s.observation.state is RunState.FAILED
         ]
@@ -114,7 +114,7 @@ class RunRegistry:
             del self.scheduled_runs[scheduled.id]
         return [scheduled.id for scheduled in over]
 
-    def _look(self, run: RunStore, types: Mapping[str, str]) -> None:
+    def _update(self, run: RunStore, types: Mapping[str, str]) -> None:
         self._over.pop(run.id, None)
         before = self.scheduled_runs.get(run.id)
         allocation = before.allocation if before is not None else read_allocation(run)
@@ -122,9 +122,9 @@ class RunRegistry:
         now, age = self.clock.now(), _age(run)
         try:
             entry = read_entry(run)
-            if entry is None:  # withdrawn by hand between two looks
+            if entry is None:  # withdrawn by a user between two observations
                 return
-            observation = self.control.look(run)
+            observation = self.control.observe(run)
             progress.take()
         except (YunluError, OSError, ValueError) as error:
             self._hold(run, allocation, progress, before, str(error))
@@ -161,7 +161,7 @@ class RunRegistry:
         before: ScheduledRun | None,
         problem: str,
     ) -> None:
-        """What cannot be read keeps what it has, and gets nothing."""
+        """A run that cannot be read keeps its devices and gets no more."""
         self.troubles[run.id] = problem
         if before is not None:
             before.problem, before.phase = problem, Phase.TROUBLED
@@ -171,7 +171,7 @@ class RunRegistry:
             run=run,
             entry=QueueEntry(
                 submitted_at=self.clock.now(),
-                request=ResourceRequest(least=devices, most=devices, asked=devices),
+                request=ResourceRequest(least=devices, most=devices, requested=devices),
             ),
             allocation=allocation,
             observation=RunObservation(state=RunState.PENDING, is_alive=bool(allocation.shares)),
@@ -184,16 +184,14 @@ class RunRegistry:
         try:
             write_allocation(scheduled.run, allocation)
             self._unkept.discard(scheduled.id)
-        except (
-            OSError
-        ) as error:  # kept in mind; from the run itself the next service finds the same
+        except OSError as error:  # kept in memory; the next service rebuilds it from the run
             scheduled.problem = f"its notes cannot be written: {error}"
             self.troubles[scheduled.id] = scheduled.problem
             self._unkept.add(scheduled.id)
 
 
 def _gist(allocation: AllocationRecord) -> object:
-    """What must be on disk at once: all that is not counted or measured."""
+    """The fields that must be on disk at once: all except counters and measurements."""
     return allocation.model_dump(exclude={"seen", "served_device_s", "spent_dollars"})
 
 
@@ -207,6 +205,6 @@ def _type_of(allocation: AllocationRecord, types: Mapping[str, str]) -> str:
 
 
 def _age(run: RunStore) -> tuple[int, ...]:
-    """Changes when anybody writes what would wake the run."""
+    """Changes when a file is written that makes the run active again."""
     stats = (run.stat(Document.QUEUE_ENTRY), run.stat(Log.EVENTS))
     return tuple(number for stat in stats for number in (stat.version if stat else (0, 0, 0)))

@@ -27,29 +27,29 @@ _LEAST_RESTART_S = 1.0
 
 
 class Phase(StrEnum):
-    """What the pool does about a run."""
+    """Phase of a scheduled run."""
 
     WAITING = "waiting"  # for devices
     BACKING_OFF = "backing off"  # after a fault
     STARTING = "starting"  # has devices, no step yet
     RUNNING = "running"
-    CHANGING = "changing"  # to another number of devices
-    LEAVING = "leaving"  # saves, and gives its devices back
+    CHANGING = "changing"  # resizing
+    LEAVING = "leaving"  # saves and releases its devices
     PAUSED = "paused"
     WITHDRAWN = "withdrawn"  # stopped by its owner
     GIVEN_UP = "given up"
     FINISHED = "finished"
-    TROUBLED = "troubled"  # cannot be read: left alone
+    TROUBLED = "troubled"  # cannot be read: not touched
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to do until somebody asks."""
+        """Whether nothing is to be done until a user acts."""
         return self in {Phase.PAUSED, Phase.WITHDRAWN, Phase.GIVEN_UP, Phase.FINISHED}
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledRun:
-    """All that is known of one run."""
+    """State of one scheduled run."""
 
     run: RunStore
     entry: QueueEntry
@@ -58,9 +58,9 @@ class ScheduledRun:
     progress: RunProgress
     phase: Phase
     age: tuple[int, ...] = ()
-    """Of its files, before they were read: what is written later is seen the next time."""
+    """Age of its files, taken before they were read: later changes are seen at the next observation."""
     problem: str = ""
-    """Why it could not be read or written, this time."""
+    """Why it could not be read or written this time."""
 
     @property
     def id(self) -> str:
@@ -69,35 +69,35 @@ class ScheduledRun:
 
     @property
     def is_free(self) -> bool:
-        """Whether it holds nothing, and may be given something."""
+        """Whether it holds nothing and may be given devices."""
         return self.phase is Phase.WAITING
 
     @property
     def rests(self) -> bool:
-        """Whether it is not to be given anything now."""
+        """Whether it must not be given devices now."""
         return self.phase.is_over or self.phase in {Phase.BACKING_OFF, Phase.TROUBLED}
 
     @property
     def is_sent_away(self) -> bool:
-        """Whether it was asked to stop; then it is only reminded."""
+        """Whether it was asked to stop; then only reminders are sent."""
         pending = self.allocation.pending
         return self.entry.wish != "run" or (pending is not None and pending.kind == "stop")
 
     @property
     def is_resized(self) -> bool:
-        """Whether it was asked for another size, and has not come to it yet."""
+        """Whether a resize is pending."""
         return self.allocation.pending is not None and self.allocation.pending.kind == "resize"
 
     @property
     def may_move(self) -> bool:
-        """Whether what it holds can be changed now."""
+        """Whether its placement can be changed now."""
         return self.is_free or self.phase is Phase.RUNNING
 
 
 def find_phase(
     entry: QueueEntry, allocation: AllocationRecord, observation: RunObservation, *, now: float
 ) -> Phase:
-    """Where a run stands."""
+    """Phase of a run."""
     if observation.is_alive or allocation.shares:
         return _phase_while_alive(entry, allocation, observation)
     if observation.state is RunState.FINISHED:
@@ -122,7 +122,7 @@ def _phase_while_alive(
 
 
 def find_held(scheduled: ScheduledRun, nodes: AbstractSet[str]) -> Placement:
-    """What the allocator is told that a run holds.
+    """Placement that the allocator sees.
 
     What cannot be moved now holds nothing on machines that are gone or going: nobody is to make room
     for it elsewhere before it can go there.
@@ -157,7 +157,7 @@ def make_demand(
         done=done,
         min_devices=request.least,
         max_devices=most,
-        asked_devices=request.asked,
+        asked_devices=request.requested,
         multiple=request.multiple,
         held=find_held(scheduled, nodes),
         restart_s=max(restart_s(scheduled), _LEAST_RESTART_S),
@@ -176,7 +176,7 @@ def make_demand(
 def make_teams(
     settings: PoolSettings, names: AbstractSet[str], used_device_s: Mapping[str, float]
 ) -> tuple[Team, ...]:
-    """Who shares the pool; where nobody has a team, nobody is to be fair between them."""
+    """Teams that share the pool; empty where no run has a team."""
     names = names | {*settings.quotas}
     if names == {""}:
         return ()
@@ -193,7 +193,7 @@ def make_teams(
 
 
 def count_samples(scheduled: ScheduledRun) -> tuple[float, float | None]:
-    """Samples trained, and still to be trained where that is known."""
+    """Samples trained, and remaining samples where known."""
     progress, samples = scheduled.progress, scheduled.entry.samples
     step = (
         max(scheduled.observation.step, progress.step)
@@ -213,7 +213,7 @@ def count_samples(scheduled: ScheduledRun) -> tuple[float, float | None]:
 
 
 def restart_s(scheduled: ScheduledRun) -> float:
-    """What being resized costs it: as measured, else a guess from how long it took to start."""
+    """Cost of a resize: measured, else estimated from the start-up time."""
     resizes_s = scheduled.progress.resizes_s
     if resizes_s:
         return sum(resizes_s) / len(resizes_s)

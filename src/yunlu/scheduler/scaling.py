@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from yunlu.scheduler.spot.values import Mode
 
 _ALWAYS = "always "
-"""Offers of machines that are there anyway begin so: they cost nothing more, and are never asked for."""
+"""Prefix of offers of permanent nodes: no extra cost, never requested."""
 
 _UNPRICED = 1.0
-"""Machines whose price nobody tells are taken to be equally dear."""
+"""Price assumed for nodes of unknown price."""
 
 
 class Scaler:
-    """Keeps count of machines that come and go; what it forgets, it finds out again."""
+    """Tracks nodes that come and go; its state can be rebuilt."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Scaler:
         self._asked: dict[str, int] = {}
         self._under_way = PendingNodes()
         self.pending_nodes: tuple[PendingNode, ...] = ()
-        """Machines that are on their way, as of the last look."""
+        """Pending nodes as of the last observation."""
 
     def reserves(self) -> tuple[Reserve, ...]:
-        """Machines that can be had."""
+        """Nodes that can be requested."""
         return () if self._executor is None else self._executor.reserves()
 
     def follow(
@@ -67,7 +67,7 @@ class Scaler:
         *,
         modes: Mapping[str, Mode] | None = None,
     ) -> dict[str, str]:
-        """Have as many machines of each kind as are worth it; in words, what was changed and why.
+        """Request and release nodes; returns by kind what was changed and why.
 
         Args:
             state: As the allocator sees it.
@@ -96,7 +96,7 @@ class Scaler:
             wanted = result.wanted.get(kind, 0)
             if wanted != reserve.awake:
                 self._executor.scale(kind, wanted)
-                if wanted != self._asked.get(kind):  # some are asked for until they are there
+                if wanted != self._asked.get(kind):  # requested again until they are there
                     reason = result.reasons.get(kind)
                     changed[kind] = reason.text if reason else f"{wanted} wanted"
             self._asked[kind] = wanted
@@ -131,7 +131,7 @@ class Scaler:
                     is_leaving=node.is_leaving,
                 )
             )
-        # Those that are on their way count as held, or they would be asked for again.
+        # Pending nodes count as held, or they would be requested again.
         for reserve in reserves:
             kind = reserve.kind
             there = sum(offer == kind for offer in offers.values())
@@ -159,14 +159,14 @@ class Scaler:
 
 
 def make_scaler(executor: Executor, settings: PoolSettings) -> Scaler:
-    """The scaler of a pool, within the limits of its settings."""
+    """The autoscaler of a pool, within the limits of its settings."""
     usual = ScalingRules()
     rules = ScalingRules(
         grow_after_s=settings.grow_after_s,
         idle_s=settings.idle_s,
         least_life_s=min(usual.least_life_s, 2 * settings.idle_s),
     )
-    # Machines are bought for a team up to what it may hold and spend, where that is bounded.
+    # Nodes are rented for a team up to its limits on devices and dollars, if it has any.
     most = {t: q + settings.borrow[t] for t, q in settings.quotas.items() if t in settings.borrow}
     dollars = settings.team_dollars_per_hour
     teams = {
@@ -184,7 +184,7 @@ def _kind(node: Node) -> str:
 
 
 def _offers_by_node(reserves: Sequence[Reserve], nodes: Sequence[Node]) -> dict[str, str]:
-    """Of which reserve each machine is; those that are always there are of none."""
+    """Reserve of each node; permanent nodes have none."""
     named = {name: reserve.kind for reserve in reserves for name in reserve.nodes}
     unnamed = {reserve.kind for reserve in reserves if reserve.awake and not reserve.nodes}
     result = {node.name: named.get(node.name, "") for node in nodes}

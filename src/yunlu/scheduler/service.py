@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LOCK_S = 2.0
 _AFTER_FAULT_S = 5.0
 _REST = 9.0
-"""Seconds of rest for each second of work."""
+"""Idle seconds per second of work."""
 
 
 def main() -> int:
@@ -65,10 +65,10 @@ def main() -> int:
 
 
 def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
-    """Turn the loop until told to end; the runs go on without us."""
+    """Run the loop until it is stopped; the runs continue."""
     settings = pool_store.read_settings() or PoolSettings()
     executor = open_executor(settings.executor)
-    executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
+    executor.nodes()  # an unreachable cluster is reported to whoever starts the pool
     able = executor.capabilities()
     scheduler = Scheduler(
         home,
@@ -90,12 +90,12 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
             result = ""
         except Exception as error:  # noqa: BLE001 (the last border: the pool outlives its faults)
             text = repr(error)
-            if text != result:  # said once, not every second
+            if text != result:  # reported once, not every second
                 result = text
                 with suppress(OSError):
                     traceback.print_exc()
             pause_s = _AFTER_FAULT_S
-        # Where there is much to look at it looks less often: the processors are for the runs.
+        # With many runs it observes less often, to leave the CPU to the runs.
         rest_s = _REST * (time.process_time() - busy_then_s)
         ended.wait(max(pause_s - (time.monotonic() - began), rest_s))
     scheduler.registry.keep_all()
@@ -103,7 +103,7 @@ def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
 
 @contextmanager
 def only_service(home: Path) -> Generator[PoolStore]:
-    """Hold the home's lock: two of us would give the same devices away twice."""
+    """Hold the lock of the home: two services would give the same devices away twice."""
     pool_store = PoolStore(home)
     make_directory(check_home(home))
     make_directory(pool_store.path)
@@ -115,7 +115,7 @@ def only_service(home: Path) -> Generator[PoolStore]:
             host=socket.gethostname(),
             began_at=time.time(),
         )
-        with suppress(OSError):  # on a full disk it works unseen
+        with suppress(OSError):  # on a full disk it works without its record
             write_atomically(pool_store.service, json.dumps(record.model_dump()))
         yield pool_store
 
@@ -125,7 +125,7 @@ def _lock(file: IO[str]) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # perhaps somebody only looks whether it is free
+        except BlockingIOError:  # another process may only be testing the lock
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from yunlu.scheduler.run_status import ScheduledRun
 
 _SAME = 0.1
-"""A step time that differs by less is the same."""
+"""Step times that differ by less count as equal."""
 _GUESSED_BATCH = 32
 _TRAINED_IN = ("bf16", "fp16", "tf32", "fp32")
 
 
 class MakeEstimator(Protocol):
-    """Makes who tells how fast a run is."""
+    """Makes an estimator of speeds."""
 
     def __call__(self, least: int, types: tuple[str, ...], /) -> Estimator:
         """For runs that start on so many devices or more, in a pool of these types."""
@@ -29,7 +29,7 @@ class MakeEstimator(Protocol):
 
 
 class SpeedEstimates:
-    """What is known of how fast runs are: of each its own, and of all that are alike."""
+    """Speed models of runs, from their own step times and those of similar runs."""
 
     def __init__(self, make_estimator: MakeEstimator) -> None:
         self._make_estimator = make_estimator
@@ -38,18 +38,18 @@ class SpeedEstimates:
         self._models: dict[str, SpeedModel] = {}
 
     def learn(self, scheduled: ScheduledRun) -> None:
-        """Take in what a run has shown."""
+        """Add the observed step times of a run."""
         timings = tuple(_timing(seen) for seen in scheduled.allocation.seen)
         self._own[scheduled.id] = _merge(self._own.get(scheduled.id, ()), timings)
         if signature := scheduled.entry.signature:
             self._alike[signature] = _merge(self._alike.get(signature, ()), timings)
 
     def is_known(self, scheduled: ScheduledRun) -> bool:
-        """Whether anybody has seen a step of it, or of one alike."""
+        """Whether a step of it, or of a similar run, was observed."""
         return bool(self._own.get(scheduled.id) or self._alike.get(scheduled.entry.signature))
 
-    def tell(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> SpeedModel:
-        """The model of one run, in a pool with devices of these types."""
+    def model_for(self, scheduled: ScheduledRun, types: tuple[str, ...]) -> SpeedModel:
+        """Speed model of one run, in a pool with devices of these types."""
         progress = scheduled.progress
         base = progress.base_batch or _GUESSED_BATCH
         noise = None if progress.noise is None else GradientNoise(*progress.noise)
@@ -60,30 +60,30 @@ class SpeedEstimates:
             noise=noise,
             shared_timings=self._alike.get(scheduled.entry.signature, ()),
         )
-        # Nobody has seen it: its owner knows best what to begin with.
+        # Never observed: it starts with the number of devices that its owner requested.
         request = scheduled.entry.request
-        estimate = self._make_estimator(max(request.asked, request.least), types)
+        estimate = self._make_estimator(max(request.requested, request.least), types)
         model = estimate(seen, self._models.get(scheduled.id))
         self._models[scheduled.id] = model
         return model
 
     def forget(self, run_id: str) -> None:
-        """A run is over: what it has shown stays with those alike."""
+        """Remove a run that is over; its step times stay with similar runs."""
         self._own.pop(run_id, None)
         self._models.pop(run_id, None)
 
 
 @cache
 def catalog_speeds() -> CatalogSpeeds:
-    """Made once: devices are looked up for every run at every decision."""
+    """Cached: devices are looked up for every run at every decision."""
     return CatalogSpeeds()
 
 
 class CatalogSpeeds(NoDeviceTypePrior):
-    """A type that a run has not tried is as much faster as its arithmetic is, where that is known."""
+    """Relative speed of device types by their peak FLOPS, where a run has not tried them."""
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
-        """In a unit of its own: only ratios between types mean anything."""
+        """In arbitrary units: only ratios between types are meaningful."""
         if not (seen.timings or seen.shared_timings):
             return None
         return _peak_flops(device_type)
@@ -117,7 +117,7 @@ def _timing(seen: RecordedTiming) -> StepTiming:
 
 
 def _merge(known: tuple[StepTiming, ...], new: tuple[StepTiming, ...]) -> tuple[StepTiming, ...]:
-    """The same object where nothing has really changed: whoever fits models counts on that."""
+    """The same object if nothing changed: estimators use identity to avoid a new fit."""
     by_shape = {timing[:4]: timing for timing in known}
     has_changed = False
     for timing in new:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Speed
 
 _USUAL_SHARE = 0.3
-"""What spot costs against on-demand, where nobody has said."""
+"""Price of spot relative to on-demand, where unknown."""
 _LEVELS = 120
 _ROOM = 1.25
-"""Runs fall back to a size that has so many times the time it needs."""
+"""Runs fall back to a size with this multiple of the time they need."""
 _DRIFT = 1.3
-"""A speed that was so far off makes another plan."""
+"""A speed that was off by this factor makes a new plan."""
 _WORDS = {
     Mode.IDLE: "it waits for spot: on-demand still makes its deadline if it starts later",
     Mode.SPOT: "on spot, while on-demand could still make its deadline",
@@ -47,17 +47,17 @@ class _SpotRun:
     watch: DeadlineWatch
     deadline_at: float
     shape: tuple[str, int, int]
-    """Type, nodes and devices that it would fall back to."""
+    """Type, nodes and devices of its on-demand fallback."""
     spent_then: float
-    """Dollars, when the watch began."""
+    """Dollars spent when the watch began."""
     chosen: Mode = Mode.IDLE
     chosen_at: float = -math.inf
-    """Since when it is to be on that; a machine may still be on its way."""
+    """Since when the choice holds; a node may still be pending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stall:
-    """What is on offer of one type and market, here or asleep."""
+    """Nodes of one type and market, available or asleep."""
 
     devices: int
     type: str
@@ -66,10 +66,10 @@ class _Stall:
 
 
 class LiveSpotPolicy:
-    """Watches the runs with a deadline of one pool; what it forgets, it learns anew."""
+    """Chooses spot or on-demand for the runs with a deadline of one pool; its state can be rebuilt."""
 
     def __init__(self, *, step_s: float, prices: Mapping[str, float] | None = None) -> None:
-        """Asked at least every ``step_s``; prices of machines by kind, for those that are asleep."""
+        """To be called at least every ``step_s``; prices by kind, for nodes that are asleep."""
         self._step_s, self._prices = step_s, prices or {}
         self._watched: dict[str, _SpotRun] = {}
         self._has_spot = False
@@ -82,7 +82,7 @@ class LiveSpotPolicy:
         spent_dollars: Mapping[str, float],
         unknown: Iterable[str] = (),
     ) -> dict[str, Mode]:
-        """What each run with a deadline is to be on; none where a pool has not both markets.
+        """What each run with a deadline is to use; empty if the pool does not have both markets.
 
         Args:
             state: As it is.
@@ -92,7 +92,7 @@ class LiveSpotPolicy:
         """
         stalls = self._set_up(state.nodes, reserves)
         seen = any(n.is_spot for n in state.nodes) or any(r.is_spot for r in reserves)
-        self._has_spot = self._has_spot or seen  # what was taken away may come back
+        self._has_spot = self._has_spot or seen  # preempted nodes may come back
         own = [stall for stall in stalls if not stall.is_spot]
         unknown = {*unknown}
         modes: dict[str, Mode] = {}
@@ -100,7 +100,7 @@ class LiveSpotPolicy:
             if demand.deadline_at is None or demand.remaining is None or demand.id in unknown:
                 continue
             if demand.deadline_at <= state.now:
-                continue  # it is late: nothing is promised any more, and it may be anywhere
+                continue  # it is late: no guarantee any more, and it may use any node
             spent = spent_dollars.get(demand.id, 0.0)
             watched = self._find(demand, own, state.now, spent)
             if watched is not None:
@@ -116,7 +116,7 @@ class LiveSpotPolicy:
                    device_dollars=node.dollars_per_hour / node.devices)
             for node in nodes if not node.is_leaving and node.devices
         ]  # fmt: skip
-        # Those on their way are on offer too: else they would be sent back before they are there.
+        # Pending nodes are available too, or they would be released before they are there.
         away = {
             reserve.kind: reserve.most - min(reserve.awake, there[reserve.kind])
             for reserve in reserves
@@ -130,7 +130,7 @@ class LiveSpotPolicy:
     def _find(
         self, demand: Demand, own: Sequence[_Stall], now: float, spent: float
     ) -> _SpotRun | None:
-        """Its watch; a new one where it has none, or another deadline, or another speed."""
+        """Its watch; a new one if it has none, or if deadline or speed changed."""
         known = self._watched.get(demand.id)
         assert demand.deadline_at is not None
         if known is not None and abs(known.deadline_at - demand.deadline_at) < self._step_s:
@@ -185,7 +185,7 @@ class LiveSpotPolicy:
 
 
 def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:
-    """The same pool for an allocator that knows types only: each run sees what it may be on."""
+    """The same pool for an allocator that knows types only: each run sees the nodes it may use."""
     if not modes:
         return state
     nodes = tuple(
@@ -198,7 +198,7 @@ def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:
         mode = modes.get(demand.id)
         types = {Mode.SPOT: spot, Mode.ON_DEMAND: own}.get(mode) if mode is not None else None
         if types == frozenset() and demand.held:
-            types = spot | own  # until a machine of the right kind has come, it goes on
+            types = spot | own  # it continues until a node of the right kind is there
         if not demand.is_pinned and (mode is Mode.IDLE or types == frozenset()):
             continue  # nothing for it now
         speed = _on_both(demand.speed)
@@ -207,7 +207,7 @@ def steer(state: PoolState, modes: Mapping[str, Mode]) -> PoolState:
 
 
 def explain(modes: Mapping[str, Mode], decision: Decision) -> Decision:
-    """The decision with what its deadline means for each run that has one."""
+    """Add to the decision what the deadline means for each run that has one."""
     reasons = dict(decision.reasons)
     for run, mode in modes.items():
         before, parts = reasons.get(run), _WORDS[mode]
@@ -220,7 +220,7 @@ def explain(modes: Mapping[str, Mode], decision: Decision) -> Decision:
 def _fall_back(
     demand: Demand, own: Sequence[_Stall], now: float
 ) -> tuple[tuple[str, int, int], float]:
-    """The least devices on on-demand that make the deadline with some room, and their goodput."""
+    """Fewest on-demand devices that meet the deadline with some slack, and their goodput."""
     best = (("", 0, 0), 0.0)
     left_s = (demand.deadline_at or now) - now - 2 * _start_s(demand)
     for type_ in sorted({stall.type for stall in own}):
@@ -251,19 +251,19 @@ def _sizes(demand: Demand, there: int) -> list[int]:
 
 
 def _start_s(demand: Demand) -> float:
-    """A machine must be had, and a run started there; to be resized is the half of that."""
+    """Time to get a node and start there; a resize takes half of it."""
     return BOOT_S + 2 * demand.restart_s
 
 
 def _mode_of(demand: Demand, nodes: Sequence[Node]) -> Mode:
-    """On what it runs: one machine that may be taken away makes it a run on spot."""
+    """What it runs on: one spot node makes it a run on spot."""
     spot = {node.name: node.is_spot for node in nodes}
     held = [spot[name] for name, _ in demand.held.shares if name in spot]
     return Mode.IDLE if not held else Mode.SPOT if any(held) else Mode.ON_DEMAND
 
 
 def _on_both(speed: Speed) -> Speed:
-    """A speed that is the same on spot machines of a type as on others."""
+    """A speed that is the same on spot and on-demand nodes of a type."""
     if isinstance(speed, FittedSpeed):
         return _fitted_on_both(speed)
     if isinstance(speed, SpeedByType):
@@ -279,7 +279,7 @@ def _fitted_on_both(speed: FittedSpeed) -> FittedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _OnBoth:
-    """Of an estimator that is not ours."""
+    """Wrapper of an external estimator's model."""
 
     speed: Speed
 

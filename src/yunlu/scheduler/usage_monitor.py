@@ -27,43 +27,43 @@ if TYPE_CHECKING:
 
 LOOK_S = 5.0
 _OLD_S = 30.0
-"""What a machine has not said again for so long is not true any more."""
+"""Reports older than this are ignored."""
 _MAX_OVERUSE = 3
-"""Looks in a row at which a run takes more than it holds."""
+"""Consecutive observations at which a run exceeds its allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the processes of a run take, wherever they are."""
+    """Usage of all processes of a run, on all nodes."""
 
     cores: float | None
-    """Busy cores since the last look; None where that is not known, or not yet."""
+    """Busy cores since the last observation; None where unknown."""
     memory_bytes: float
 
 
 class UsageMonitor:
-    """Looks now and then."""
+    """Measures usage periodically."""
 
     def __init__(self, *, is_local: bool) -> None:
         """``is_local``: this machine is the pool's only node."""
         self._is_local = is_local
         self.machine: dict[str, float] = {}
-        """This one."""
+        """Usage of this machine."""
         self.nodes: dict[str, NodeUse] = {}
-        """Those of the pool, as far as it is known."""
+        """Usage of the pool's nodes, where known."""
         self.usage: dict[str, Usage] = {}
         self._meter = UsageMeter()
         self._looked_at = -math.inf
         self._overuse: dict[str, int] = {}
         self._heard: dict[tuple[str, str], tuple[float, float]] = {}
-        """Of each lease: what it said its time was, and when we first heard that, on our clock."""
+        """Of each lease: the time in its last report, and when it was first read, on our clock."""
 
-    def look(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
-        """Measure, if it is time; by run, what was found just now to be more than it holds."""
+    def update(self, alive: Mapping[str, ScheduledRun], nodes: Sequence[Node]) -> dict[str, str]:
+        """Measure if it is time; returns by run newly found overuse."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return {}
         self._looked_at = time.monotonic()
-        here = self._meter.look()
+        here = self._meter.sample()
         self.machine = {
             "cpu": here.cpu,
             "memory": here.memory,
@@ -79,8 +79,8 @@ class UsageMonitor:
         result: dict[str, Usage] = {}
         for run_id, scheduled in alive.items():
             run = scheduled.run
-            if is_elsewhere(run):  # numbers of processes mean nothing on another machine
-                result[run_id] = self._hear(run)
+            if is_elsewhere(run):  # process ids are meaningless on another machine
+                result[run_id] = self._read_reported(run)
                 continue
             pids = {pid for session in _sessions_of(run) for pid in sessions.get(session, ())}
             cores, memory_bytes = self._meter.measure(run_id, pids)
@@ -89,8 +89,8 @@ class UsageMonitor:
         self._heard = {key: seen for key, seen in self._heard.items() if key[0] in alive}
         return result
 
-    def _hear(self, run: RunStore) -> Usage:
-        """What its leases say of themselves; each on its own machine, by its own clock."""
+    def _read_reported(self, run: RunStore) -> Usage:
+        """Usage that its leases report, each on its own node and clock."""
         record = read_record(run)
         names = [lease.name for lease in record.wanted] if record is not None else []
         cores: float | None = None
@@ -125,10 +125,10 @@ class UsageMonitor:
 def find_overuse(
     scheduled: ScheduledRun, usage: Usage, machine: Mapping[str, float], nodes: Sequence[Node]
 ) -> str | None:
-    """What a run takes beyond what it holds, in words; None where it keeps to it."""
+    """Overuse of a run as text; None if it keeps to its allocation."""
     held, node = scheduled.allocation.placement.devices, next(iter(nodes), None)
     if node is None or not held or not machine or scheduled.observation.shares:
-        return None  # a cluster keeps runs to what they hold itself
+        return None  # a cluster enforces limits itself
     share = held / max(node.devices, 1)
     share_cores, share_bytes = machine["cores"] * share, machine["memory_bytes"] * share
     if node.type == "cpu" and usage.cores is not None and usage.cores > 1.3 * share_cores + 0.3:
@@ -148,7 +148,7 @@ def _processes_by_session() -> dict[int, list[int]]:
 
 
 def _sessions_of(run: RunStore) -> set[int]:
-    """A worker group keeps to the session of its first supervisor, also when another one takes over."""
+    """A worker group keeps the session of its first supervisor, also after a takeover."""
     worker, group = recorded_worker(run), read_worker_group(run)
     pids = {worker.pid} if worker is not None and worker.detached else set[int]()
     pids |= {member.pid for member in group.workers} if group is not None else set()

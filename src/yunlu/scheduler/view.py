@@ -34,7 +34,7 @@ def make_view(
     decided_ms: float,
     troubles: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Everything ``yunlu pool`` shows; strict JSON, with null for what is not known."""
+    """Everything that ``yunlu pool`` shows; strict JSON, null where unknown."""
     held = {node.name: 0 for node in nodes}
     for scheduled in scheduled_runs:
         for name, count in scheduled.allocation.claims.items():

@@ -196,5 +196,5 @@ def _bounds(form: Schema) -> str:
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def _listing(words: list[str], *, last: str = "or") -> str:
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def _listing(items: list[str], *, last: str = "or") -> str:
+    return f" {last} ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)

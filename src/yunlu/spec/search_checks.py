@@ -216,9 +216,9 @@ def _failed_constraint(search: SearchSpec, setting: dict[str, Any]) -> str | Non
 
 
 def _bad_constraint(
-    job: Job | None, search: SearchSpec, place: int, text: str
+    job: Job | None, search: SearchSpec, index: int, text: str
 ) -> Iterator[ValidationFinding]:
-    at: Path = ("search", "constraints", place)
+    at: Path = ("search", "constraints", index)
     try:
         constraint = read_constraint(text)
     except UnclearConstraintError as error:

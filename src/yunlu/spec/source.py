@@ -136,7 +136,7 @@ class _Reader:
                 result[key] = self.read(value_node, here)
             elif not is_merged:
                 first = self.keys[here].line
-                self._report(key_node, here, f"duplicate key; it stands first on line {first}")
+                self._report(key_node, here, f"duplicate key; first defined on line {first}")
         return result
 
     def _pairs(
@@ -213,6 +213,6 @@ def _syntax_words(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML: {problem}{context}"
 
 
-def _refuse(where: str, message: str, place: SourceLocation) -> NoReturn:
-    problem = Problem(key="", message=message, line=place.line, column=place.column)
+def _refuse(where: str, message: str, location: SourceLocation) -> NoReturn:
+    problem = Problem(key="", message=message, line=location.line, column=location.column)
     raise InvalidJobError(where, [problem]) from None

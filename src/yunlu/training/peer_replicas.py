@@ -82,7 +82,9 @@ class PeerReplicas:
         redistribute(own, received)
         place_of, size = self._world.layout.place_of, self._world.layout.world
         held_states = tuple(
-            HeldState(step=engine.steps_done, generation=self._generation, place=place_of(rank))
+            HeldState(
+                step=engine.steps_done, generation=self._generation, coordinates=place_of(rank)
+            )
             for rank in (self._world.rank, (self._world.rank + 1) % size)
         )
         numbers = engine.state.numbers() | {"extra": extra}

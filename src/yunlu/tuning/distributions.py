@@ -1,4 +1,4 @@
-"""Dimensions in Optuna's words."""
+"""Dimensions as Optuna's distributions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def make_distributions(
     params: Params, dimensions: Sequence[Dimension]
 ) -> tuple[dict[str, BaseDistribution], bool]:
-    """Optuna's distribution of each parameter, and whether the values come back as they are."""
+    """Optuna's distribution of each parameter, and whether its values come back unchanged."""
     known = {dimension.name: dimension for dimension in dimensions}
     result: dict[str, BaseDistribution] = {}
     is_exact = True
@@ -49,7 +49,7 @@ def _distribution(dimension: Dimension, value: ParamValue) -> BaseDistribution |
     usual = distribution_of(dimension)
     if usual._contains(value):  # pyright: ignore[reportPrivateUsage] - as its own trials ask
         return usual
-    # One from beyond the bounds or between the steps (a copy that was disturbed) widens them.
+    # A value beyond the bounds or between the steps (a perturbed copy) widens them.
     low, high = min(dimension.low, value), max(dimension.high, value)
     if dimension.is_int:
         return IntDistribution(int(low), int(high), dimension.log)

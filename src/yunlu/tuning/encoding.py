@@ -1,4 +1,4 @@
-"""Settings as rows of numbers: what models of settings learn from, and how they propose new ones.
+"""Encoding of settings as rows of numbers, for surrogate models and samplers.
 
 Two forms. ``units``: one number in [0, 1] for each dimension, easy to draw and to vary. ``features``:
 what a model sees; a choice without an order has one column for each of its values, and a dimension
@@ -47,7 +47,7 @@ class Encoder:
 
     @property
     def has_priors(self) -> bool:
-        """Whether the user said where good values likely are."""
+        """Whether the user gave priors."""
         return any(dimension.likely for dimension in self.dimensions)
 
     def encode(self, settings: Sequence[Params]) -> Array:
@@ -64,15 +64,15 @@ class Encoder:
         return self.to_params(units)
 
     def sample(self, rng: np.random.Generator, n: int) -> list[Params]:
-        """Settings at random, by the user's beliefs where there are some."""
+        """Random settings, by the user's priors if there are any."""
         return [self.to_params(row) for row in self.apply_prior(rng.random((n, len(self._axes))))]
 
     def sobol(self, n: int, seed: int) -> list[Params]:
-        """Settings spread evenly, by the user's beliefs where there are some."""
+        """Evenly spread settings, by the user's priors if there are any."""
         return [self.to_params(row) for row in self.apply_prior(self.sobol_units(n, seed))]
 
     def sobol_units(self, n: int, seed: int) -> Array:
-        """Units spread evenly: the first n of a scrambled Sobol sequence."""
+        """Evenly spread units: the first n of a scrambled Sobol sequence."""
         from scipy.stats import qmc  # noqa: PLC0415 - heavy, and needed once per study
 
         engine = qmc.Sobol(max(len(self._axes), 1), scramble=True, rng=np.random.default_rng(seed))
@@ -80,7 +80,7 @@ class Encoder:
         return rows[:n, : len(self._axes)]
 
     def apply_prior(self, units: Array) -> Array:
-        """The same draws, moved to where the user believes good values are."""
+        """The same draws, transformed by the user's priors."""
         leaned = units.copy()
         for at, dimension in enumerate(self.dimensions):
             if dimension.likely and not dimension.choices:
@@ -88,7 +88,7 @@ class Encoder:
         return leaned
 
     def prior_score(self, units: Array) -> Array:
-        """The logarithm of the user's belief in each row; 0 where it could not be higher."""
+        """Log density of the user's prior in each row; 0 at its maximum."""
         belief = np.zeros(len(units))
         for at, dimension in enumerate(self.dimensions):
             if dimension.likely and not dimension.choices:
@@ -98,7 +98,7 @@ class Encoder:
         return belief
 
     def locate(self, settings: Sequence[Params]) -> Array:
-        """The units of settings; what a setting lacks is in the middle."""
+        """Units of settings; missing dimensions are in the middle."""
         units = np.full((len(settings), len(self._axes)), ABSENT)
         for at, (axis, dimension) in enumerate(zip(self._axes, self.dimensions, strict=True)):
             units[:, at] = axis.units_of([params.get(dimension.name) for params in settings])
@@ -131,16 +131,16 @@ class Encoder:
             self._find_existing(at, units, result)
         return [result[at] for at in range(len(self._axes))]
 
-    def _find_existing(self, at: int, units: Array, found: dict[int, Mask]) -> Mask:
-        if at not in found:
+    def _find_existing(self, at: int, units: Array, masks: dict[int, Mask]) -> Mask:
+        if at not in masks:
             exists = np.ones(len(units), dtype=bool)
-            found[at] = exists  # a circle of conditions ends here
+            masks[at] = exists  # a cycle of conditions ends here
             for name, values in self.dimensions[at].when.items():
                 parent = self._index.get(name)
                 if parent is not None:
-                    exists &= self._find_existing(parent, units, found)
+                    exists &= self._find_existing(parent, units, masks)
                     exists &= self._axes[parent].is_one_of(units[:, parent], values)
-        return found[at]
+        return masks[at]
 
 
 def _make_axis(dimension: Dimension) -> _Axis:
@@ -175,7 +175,7 @@ def _make_axis(dimension: Dimension) -> _Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """How one dimension lies on [0, 1]; each value of a grid has a stretch around it."""
+    """One dimension on [0, 1]; each value of a grid has an interval around it."""
 
     choices: tuple[ParamValue, ...] = ()
     count: int = 0
@@ -203,7 +203,7 @@ class _Axis:
         return np.clip(numbers, *self.bounds)
 
     def own_of(self, units: Array) -> Array:
-        """In the unit that the user's beliefs have: log10 where the dimension is logarithmic."""
+        """In the unit of the user's prior: log10 where the dimension is logarithmic."""
         numbers = self.numbers_at(units)
         return np.log10(numbers) if self.log else numbers
 
@@ -249,7 +249,7 @@ class _Axis:
         return np.asarray(near.any(axis=1), dtype=bool)
 
     def apply_prior(self, units: Array, mean: float, deviation: float) -> Array:
-        """Draws of a normal distribution cut off at the bounds."""
+        """Draws of a truncated normal distribution."""
         scale = np.log(10.0) if self.log else 1.0
         low, high = self.edges
         ends = ndtr((np.array([low, high]) / scale - mean) / deviation)

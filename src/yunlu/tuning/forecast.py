@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     _Cost = Callable[[int], float]
 
 EXAMPLE_TRIALS = 50
-"""Assumed where nothing limits the study."""
+"""Assumed where the study has no limit."""
 _Z_80 = 1.2816
 """Of a normal distribution, 80 % lies within so many deviations."""
 _START_S = 6.0
 _PLAN_SPREAD = 0.15
-"""Deviation of the logarithm of a plan that was measured on this machine."""
+"""Standard deviation of the log time of a plan measured on this machine."""
 _SAME_WORK = (
     "train.optimizer", "train.schedule", "train.clip", "train.l1", "train.l2",
     "train.label_smoothing", "train.seed", "model.args.dropout",
 )  # fmt: skip
-"""Fields that change next to nothing about how long a step takes."""
+"""Fields with almost no effect on the step time."""
 _VARIED = 0.4
 """Deviation of the logarithm of a trial's time where the search varies the model or the batch."""
 _MOST_TRIALS = 1_000_000
@@ -50,17 +50,17 @@ Bound = Literal["trials", "budget", "deadline", "space", "population", "nothing"
 
 
 class TrialTime(Value):
-    """One whole training on one of the study's devices."""
+    """Time of a full training on one of the study's devices."""
 
     seconds: Interval
     start_s: float = _START_S
-    """Of these, until the first step."""
+    """Part of it before the first step."""
     source: str
-    """Where it is known from."""
+    """Source of the figure."""
 
 
 class StudyForecast(Value):
-    """What is expected of a study."""
+    """Forecast of a study."""
 
     trials: Interval
     seconds: Interval | None
@@ -70,9 +70,9 @@ class StudyForecast(Value):
     device_s: Interval | None
     """Seconds of all devices together."""
     trial_s: Interval | None
-    """A whole training on one device."""
+    """A full training on one device."""
     share: float
-    """Of a whole training, that a trial takes in the mean."""
+    """Mean share of a full training per trial."""
     devices: int
     parallel: int
     bound: Bound
@@ -124,7 +124,7 @@ def predict_search(
 
 
 def predict_study(request: StudyRequest, *, devices: int) -> StudyForecast:
-    """Forecast of a requested study; a worker measures what is unknown of a training."""
+    """Forecast of a requested study; a worker measures what is unknown."""
     job = request.job
     assert job is not None
     assert job.search is not None
@@ -139,12 +139,12 @@ def predict_study(request: StudyRequest, *, devices: int) -> StudyForecast:
 
 
 def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
-    """A whole training on one device of this machine, from its probe and earlier runs of the same work."""
+    """A full training on one device of this machine, from its profile and earlier runs of the same work."""
     from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
     from yunlu.jobs.plan_options import plan_options  # noqa: PLC0415 (as above)
 
     if this_machine() is None:
-        return None  # never probed: the first trials will tell
+        return None  # never probed: the first trials will show
     goal = job.goal.model_copy(
         update={"cloud": [HERE], "gpu": None, "region": None, "budget": None, "deadline": None}
     )
@@ -152,7 +152,7 @@ def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     try:
         option = plan_options(alone, top=1).best
     except YunluError:
-        return None  # nothing is known of the model
+        return None  # nothing is known about the model
     start_s = option.total_parts.get("start_up", _START_S)
     # Without GPUs, a device is a share of the processor, which was predicted as a whole; but a start-up is
     # the work of one core.
@@ -170,11 +170,11 @@ def _measure(job: Job, plan: Plan | None, *, devices: int) -> TrialTime | None:
     try:
         return trial_time_of(plan or plan_alone(job), devices=devices)
     except YunluError:
-        return None  # the job alone does not work; settings of it may
+        return None  # the job alone is invalid; settings of it may be valid
 
 
 def _with_limits(search: SearchSpec, request: StudyRequest) -> SearchSpec:
-    """Limits may have been said since the search was written."""
+    """Limits may have been changed since the search was written."""
     limit_s = request.deadline_s
     deadline = None if limit_s is None else f"{limit_s:.3f}s"
     return search.model_copy(
@@ -198,7 +198,7 @@ def trial_time_of(plan: Plan, *, devices: int) -> TrialTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forecaster:
-    """One forecast in the making."""
+    """State of one forecast."""
 
     search: SearchSpec
     rungs: int
@@ -246,7 +246,7 @@ class _Forecaster:
         )
 
     def _count_trials(self) -> tuple[Interval, Bound]:
-        """How many, and what says so: the tightest of all limits."""
+        """Number of trials, and the tightest limit."""
         matches: list[tuple[Interval, Bound]] = []
         if self.search.trials is not None:
             matches.append((_exact(self.search.trials), "trials"))
@@ -266,7 +266,7 @@ class _Forecaster:
         return min(matches, key=lambda item: item[0].value)
 
     def _buy(self, limit_s: float, cost_s: _Cost) -> Interval:
-        """Trials that can be had for so much, if they cost what is expected, and if more or less."""
+        """Trials for this budget, at the expected cost and at its quantiles."""
         likely = _most(limit_s, cost_s)
         factor = exp(_Z_80 * self._spread_of(self._expect(max(1, likely))))
         low, high = _most(limit_s / factor, cost_s), _most(limit_s * factor, cost_s)
@@ -276,7 +276,7 @@ class _Forecaster:
         return expect_stages(self.search, trials=trials, rungs=self.rungs)
 
     def _rung_s(self) -> float:
-        """On as few devices as a trial takes."""
+        """Time per rung on the fewest devices of a trial."""
         assert self.trial is not None
         alone_s = max(self.trial.seconds.value - self.trial.start_s, 0.0) / self.rungs
         return alone_s / self.least**USUAL_POWER
@@ -299,12 +299,12 @@ class _Forecaster:
         return (counts.rungs * self._rung_s() + starts * self.trial.start_s) * self.least
 
     def _spread_of(self, counts: StageCounts) -> float:
-        """Deviation of the logarithm of all that the study takes."""
+        """Standard deviation of the log of the study's total."""
         assert self.trial is not None
         own = log(self.trial.seconds.high / max(self.trial.seconds.low, 1e-9)) / (2 * _Z_80)
         trials = max(stage.trials for stage in counts.stages)
-        # Trials differ from each other; in the mean of many that evens out, not quite: the search
-        # goes where the good ones are.
+        # Trials differ; the mean of many averages that out, not fully: the search concentrates
+        # on good ones.
         varied = _VARIED * (0.5 + 0.5 / sqrt(trials)) if self._varies_work() else 0.0
         return sqrt(own**2 + counts.spread**2 + varied**2)
 
@@ -331,14 +331,14 @@ class _Forecaster:
         if bound == "space":
             notes.append(f"the space has {trials} setting{'s' * (trials != 1)}, each is tried once")
         if bound == "nothing":
-            notes.append(f"nothing bounds the study: told of {trials} trials")
+            notes.append(f"the study has no limit: forecast for {trials} trials")
         if self.search.budget is not None and not self.price:
             notes.append("no price is known: the budget does not bound it (YUNLU_DOLLARS_PER_HOUR)")
         return tuple(notes)
 
 
 def _most(limit_s: float, cost_s: _Cost) -> int:
-    """The most trials that cost no more; 0 where one is too many."""
+    """Most trials within the cost; 0 if one is too expensive."""
     if cost_s(1) > limit_s:
         return 0
     low, high = 1, 2

@@ -1,4 +1,4 @@
-"""Spaces written for Hyperopt (``hp.uniform``, ``hp.choice``, ...), as a search takes them.
+"""Hyperopt spaces (``hp.uniform``, ``hp.choice``, ...) as dimensions of a search.
 
 Hyperopt itself is not imported: whoever has such a space has it installed, and its expressions are
 plain graphs to walk.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WIDE = 3.0
-"""Deviations that a normal distribution reaches to either side; a search has bounds."""
+"""Standard deviations covered on either side; a search has bounds."""
 
 
 def from_hyperopt(space: Any) -> dict[str, DimensionSpec]:
@@ -40,44 +40,44 @@ def from_hyperopt(space: Any) -> dict[str, DimensionSpec]:
     return result
 
 
-def _read(node: Any, name: str, when: dict[str, Any], found: dict[str, DimensionSpec]) -> None:
-    """Note every dimension at or below a node."""
+def _read(node: Any, name: str, when: dict[str, Any], dimensions: dict[str, DimensionSpec]) -> None:
+    """Add every dimension at or below a node."""
     entries = _entries(node)
     if entries is not None:
         for key, part in entries.items():
-            _read(part, f"{name}.{key}" if name else str(key), when, found)
+            _read(part, f"{name}.{key}" if name else str(key), when, dimensions)
         return
     kind = getattr(node, "name", None) if _is_node(node) else None
     if kind == "switch":
-        _read_choice(node, name, when, found)
+        _read_choice(node, name, when, dimensions)
     elif kind in {"float", "int", "hyperopt_param"}:
-        _note(name, _read_number(node, name), when, found)
+        _note(name, _read_number(node, name), when, dimensions)
     else:
-        _note(name, {"choice": [_plain(node, name)]}, when, found)
+        _note(name, {"choice": [_plain(node, name)]}, when, dimensions)
 
 
 def _read_choice(
-    node: Any, name: str, when: dict[str, Any], found: dict[str, DimensionSpec]
+    node: Any, name: str, when: dict[str, Any], dimensions: dict[str, DimensionSpec]
 ) -> None:
     options: list[Any] = list(node.pos_args[1:])
     mappings = [entries for option in options if (entries := _entries(option)) is not None]
     if not any(_varies(option) for option in options) and name:
-        _note(name, {"choice": [_plain(option, name) for option in options]}, when, found)
+        _note(name, {"choice": [_plain(option, name) for option in options]}, when, dimensions)
         return
     if len(mappings) < len(options):
         raise _refused(name, "an hp.choice with hp expressions in it must be between mappings")
-    key = _telling_key(mappings, name)
+    key = _discriminating_key(mappings, name)
     field = f"{name}.{key}" if name else key
     values = [_plain(mapping[key], field) for mapping in mappings]
-    _note(field, {"choice": values}, when, found)
+    _note(field, {"choice": values}, when, dimensions)
     for value, mapping in zip(values, mappings, strict=True):
         inner = {**when, field: [value]}
         for other, part in mapping.items():
             if other != key:
-                _read(part, f"{name}.{other}" if name else str(other), inner, found)
+                _read(part, f"{name}.{other}" if name else str(other), inner, dimensions)
 
 
-def _telling_key(mappings: list[dict[str, Any]], name: str) -> str:
+def _discriminating_key(mappings: list[dict[str, Any]], name: str) -> str:
     for key in mappings[0]:
         parts = [mapping[key] for mapping in mappings if key in mapping]
         if len(parts) < len(mappings) or any(_varies(part) for part in parts):
@@ -89,7 +89,7 @@ def _telling_key(mappings: list[dict[str, Any]], name: str) -> str:
 
 
 def _note(
-    name: str, form: dict[str, Any], when: dict[str, Any], found: dict[str, DimensionSpec]
+    name: str, form: dict[str, Any], when: dict[str, Any], dimensions: dict[str, DimensionSpec]
 ) -> None:
     if not name:
         raise _refused(name, "expected a mapping from fields of the job to hp expressions")
@@ -98,11 +98,11 @@ def _note(
     except ValidationError as error:
         wrong = explain(error)[0]
         raise _refused(name, f"{wrong.path[-1]}: {wrong.message}") from None
-    before = found.get(name)
+    before = dimensions.get(name)
     if before is None:
-        found[name] = spec
+        dimensions[name] = spec
     elif before.model_copy(update={"when": {}}) == spec.model_copy(update={"when": {}}):
-        found[name] = spec.model_copy(update={"when": _either(before.when, spec.when, name)})
+        dimensions[name] = spec.model_copy(update={"when": _either(before.when, spec.when, name)})
     else:
         raise _refused(name, "it has other values in another option; give it the same in all")
 
@@ -173,7 +173,7 @@ def _integers(low: int, high: int | None = None) -> dict[str, Any]:
 
 
 def _in_steps(form: dict[str, Any], q: float) -> dict[str, Any]:
-    """Hyperopt's steps are multiples of q, whatever the bounds."""
+    """Hyperopt's steps are multiples of q, independent of the bounds."""
     is_whole = float(q).is_integer()
     if form.get("log"):
         ends = (max(round(form["low"]), 1), max(round(form["high"]), 1))

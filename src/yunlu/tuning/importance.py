@@ -1,4 +1,4 @@
-"""Which dimensions mattered, judged by all trials: those that were stopped early, too.
+"""Importance of dimensions, from all trials, including those stopped early.
 
 Optuna's evaluators see finished trials only, of which a study that stops early has few. Here every
 trial is extrapolated to the last rung by the progress of the others.
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from yunlu.tuning.view import StudyView
 
 FEWEST = 8
-"""With fewer trials, what looks important is chance."""
+"""With fewer trials importances are not significant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """How much of the difference between trials each dimension explains."""
+    """Share of the variance between trials that each dimension explains."""
 
     shares: Mapping[str, float]
     """By field, the largest first; together 1."""
     evaluator: str
     """``fanova`` or ``ped-anova``."""
     trials: int
-    """That it was computed from."""
+    """Number of trials used."""
 
 
 def expect_finals(trials: Sequence[Trial]) -> dict[int, float]:
-    """What each trial has reached, or would have by the last rung; by number, smaller is better.
+    """Final value of each trial, extrapolated to the last rung; by number, smaller is better.
 
     A trial that stopped is carried on by what the median trial still gained from there. One that
     diverged counts as the worst of the others.
@@ -66,7 +66,7 @@ def rank_trials_by_value(finals: Mapping[int, float]) -> dict[int, float]:
 
 
 def compute_importance(view: StudyView) -> Importance | None:
-    """The importance of each dimension; None with too few trials to tell."""
+    """Importance of each dimension; None with too few trials."""
     shown = [
         one_trial.trial for one_trial in view.trials if one_trial.state is not TrialState.FAILED
     ]
@@ -84,7 +84,7 @@ def compute_importance(view: StudyView) -> Importance | None:
 
 
 def place_on(dimension: Dimension, value: ParamValue) -> float:
-    """Where a value lies on its dimension: 0 at the low end, 1 at the high one; choices by order."""
+    """Position of a value on its dimension: 0 at the low end, 1 at the high one; choices by order."""
     if dimension.choices:
         known = [str(choice) for choice in dimension.choices]
         result = known.index(str(value)) if str(value) in known else len(known) - 1

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _TASKS = ("language-modeling", "text-classification")
 """Those whose ``transformer`` takes ``mup_base``."""
 _WIDTH, _HEADS = 128, 4
-"""Of our transformers, where the job says nothing."""
+"""Defaults of our transformers."""
 _NARROWER = 4
 _NARROWEST = 32
-"""Narrower ones answer too noisily (ibid., section 9)."""
+"""Narrower proxies are too noisy (ibid., section 9)."""
 
 _BOUND = {
     "task": "it is what the target does",
@@ -46,7 +46,7 @@ _DOUBTFUL = {
     "train.label_smoothing": "larger models may need another",
     "train.epochs": "larger models learn the data by heart sooner",
 }
-"""What keeps a model from learning by heart depends on its size (ibid., table 2)."""
+"""Regularisation depends on the model size (ibid., table 2)."""
 
 
 def make_proxy(job: Job, *, width: int | None = None) -> Job:
@@ -69,22 +69,20 @@ def make_proxy(job: Job, *, width: int | None = None) -> Job:
     changes = {
         "name": f"{job.name or 'job'}-proxy"[:63],
         "model": job.model.model_copy(update={"args": args}),
-        # The target may need to be cut up; the proxy fits where one of its parts does.
+        # The target may need to be split; the proxy fits where one of its parts does.
         "layout": LayoutSpec(),
     }
     return job.model_copy(update=changes)
 
 
 def carry_over(params: Params, proxy: Job, target: Job) -> Params:
-    """The setting for the target that does there what ``params`` did on the proxy.
+    """The setting for the target that corresponds to ``params`` on the proxy.
 
     Raises:
         JobError: A field is among them that only holds for the proxy.
     """
     check_fields(params)
-    if (
-        "mup_base" in target.model.args
-    ):  # its rates are meant for another width, and so were the proxy's
+    if "mup_base" in target.model.args:  # its rates are for another width, and so were the proxy's
         return dict(params)
     width, heads = _size(proxy)
     return {**params, "model.args.mup_base": width, "model.args.mup_heads": heads}
@@ -102,7 +100,7 @@ def check_fields(fields: Iterable[str]) -> None:
 
 
 def find_doubts(fields: Iterable[str]) -> list[str]:
-    """What to tell before searching these fields on a proxy: they may not carry over."""
+    """Warnings for fields that may not transfer from a proxy."""
     return [
         f"{field} may not carry over to the target: {_DOUBTFUL[field]}"
         for field in fields

@@ -265,19 +265,19 @@ class Records:
             return {}
         return {rung: values[0] for rung, values in facts.curve[-1 if last else 0 :]}
 
-    def _read(self, found: FrozenTrial) -> TrialFacts:
-        about: Mapping[str, Any] = found.user_attrs
-        points, times = _read_points(about.get("points"), found, self.request.directions)
+    def _read(self, frozen: FrozenTrial) -> TrialFacts:
+        about: Mapping[str, Any] = frozen.user_attrs
+        points, times = _read_points(about.get("points"), frozen, self.request.directions)
         over = {value: key for key, value in _STATES.items() if key.is_over}
-        default = TrialState.WAITING if found.state is OptunaState.WAITING else TrialState.RUNNING
-        state = over.get(found.state) or TrialState(about.get("state", default))
+        default = TrialState.WAITING if frozen.state is OptunaState.WAITING else TrialState.RUNNING
+        state = over.get(frozen.state) or TrialState(about.get("state", default))
         copied = about.get("copied_from")
-        params: Params = about.get("params") or found.params
-        if not points and found.state is OptunaState.COMPLETE:  # told by an external program
-            points = (Point(1, turn_values(found.values, self.request.directions), 0.0),)
+        params: Params = about.get("params") or frozen.params
+        if not points and frozen.state is OptunaState.COMPLETE:  # told by an external program
+            points = (Point(1, turn_values(frozen.values, self.request.directions), 0.0),)
         return TrialFacts(
             trial=Trial(
-                number=found.number,
+                number=frozen.number,
                 params=dict(params),
                 state=state,
                 points=points,
@@ -287,7 +287,7 @@ class Records:
             run=about.get("run"),
             directions=self.request.directions,
             times=times,
-            began_at=found.datetime_start.timestamp() if found.datetime_start else None,
+            began_at=frozen.datetime_start.timestamp() if frozen.datetime_start else None,
             ended_at=about.get("ended_at"),
             device_seconds=about.get("device_seconds", 0.0),
             dollars=about.get("cost_dollars"),
@@ -383,15 +383,15 @@ def _as_json(value: float) -> float | str:
 
 
 def _read_points(
-    told: Any, found: FrozenTrial, directions: Sequence[str]
+    rows: Any, frozen: FrozenTrial, directions: Sequence[str]
 ) -> tuple[tuple[Point, ...], tuple[float, ...]]:
-    if told is not None:
+    if rows is not None:
         points = tuple(
-            Point(rung, tuple(map(float, values)), seconds) for rung, seconds, _, *values in told
+            Point(rung, tuple(map(float, values)), seconds) for rung, seconds, _, *values in rows
         )
-        return points, tuple(at for _, _, at, *_ in told)
+        return points, tuple(at for _, _, at, *_ in rows)
     # Of a study that somebody else's program wrote.
-    values = sorted(found.intermediate_values.items())
+    values = sorted(frozen.intermediate_values.items())
     points = tuple(Point(rung, turn_values((value,), directions), 0.0) for rung, value in values)
     return points, tuple(0.0 for _ in points)
 

@@ -1,4 +1,4 @@
-"""What a training of the job is like, before any was begun: its devices, what it reports, and how often."""
+"""Devices, metrics and evaluations of a training of the job, before any trial."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingShape:
-    """A whole training of the job."""
+    """Metrics and evaluations of a full training of the job."""
 
     metrics: tuple[str, ...]
-    """What is sought, by name."""
+    """Objectives by name."""
     rungs: int
     """Its evaluations."""
     plan: Plan | None = None
-    """Where a worker had to be asked."""
+    """Plan, where a worker had to be asked."""
 
 
 def measure_training(job: Job, search: SearchSpec, *, probes: bool) -> TrainingShape:
-    """The metrics by name and the evaluations; ``probes``: whether a worker may be started to tell."""
+    """Metrics and number of evaluations; ``probes``: whether a worker may be started to find out."""
     rungs, metrics = count_rungs(_longest(job, search)), search.aims
     if (rungs is not None and "auto" not in metrics) or not probes:
         named = tuple("loss" if name == "auto" else name for name in metrics)
@@ -48,7 +48,7 @@ def measure_training(job: Job, search: SearchSpec, *, probes: bool) -> TrainingS
 
 
 def _longest(job: Job, search: SearchSpec) -> Job:
-    """The job as long as the search may make it, and in the smallest batches."""
+    """The job with the longest training and the smallest batches of the search."""
     changes: dict[str, Any] = {}
     for field, choose in (("epochs", max), ("steps", max), ("batch", min)):
         spec = search.space.get(f"train.{field}")
@@ -62,19 +62,19 @@ def _longest(job: Job, search: SearchSpec) -> Job:
 
 
 def find_size(job: Job) -> tuple[int, bool]:
-    """The fewest devices that a trial of the job takes, and whether it keeps to so many."""
+    """Fewest devices of a trial, and whether their number is fixed."""
     devices = job.devices
     least = job.layout.said_workers if devices == "auto" else devices
     return least, devices != "auto" or job.layout.is_whole
 
 
 def plan_alone(job: Job) -> Plan:
-    """What a worker with one device makes of the job; nothing is trained."""
+    """Plan of the job on one device; nothing is trained."""
     return make_plan(job.model_copy(update={"search": None, "devices": 1}))
 
 
 def count_rungs(job: Job) -> int | None:
-    """Evaluations of a training, where that can be told without loading its data."""
+    """Evaluations of a training, where known without loading its data."""
     train = job.train
     if train.evaluate == "epoch" and train.steps is None:
         return math.ceil((train.epochs or DEFAULT_EPOCHS) - 1e-9)

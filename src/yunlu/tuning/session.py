@@ -163,7 +163,7 @@ def stop_study(name: str) -> StoppedStudy:
         if time.monotonic() > deadline:
             raise StudyError(
                 f"{directory.name} was asked to stop, but has not done so yet",
-                hint=f"yunlu study show {directory.name} tells what it waits for",
+                hint=f"yunlu study show {directory.name} shows what it waits for",
             )
         time.sleep(_POLL_S)
     return StoppedStudy(name=directory.name, was_running=True)

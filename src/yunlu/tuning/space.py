@@ -7,7 +7,7 @@ A setting holds scalars. A choice that is a list or a mapping is stored as its J
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
@@ -21,19 +21,19 @@ from yunlu.spec.search_checks import find_faults, parents_first, wanted_values
 from yunlu.tuning.values import Dimension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from yunlu.spec.job import Job
     from yunlu.spec.search import DimensionSpec, SearchSpec
     from yunlu.tuning.values import Params, ParamValue
 
 _DRAWS = 2000
-"""Settings that are drawn to see whether any is allowed at all."""
+"""Settings drawn to test whether any is allowed."""
 _DRAWS_PER_VALUE = 50
 
 
 def find_dimensions(job: Job) -> tuple[Dimension, ...]:
-    """What varies, each after what it depends on; refuses a search that does not fit the job."""
+    """Dimensions, each after those it depends on; refuses a search that does not fit the job."""
     if job.search is None:
         raise JobError(
             "The job has no search section: nothing in it varies.",
@@ -48,7 +48,7 @@ def find_dimensions(job: Job) -> tuple[Dimension, ...]:
 
 
 def make_dimensions(search: SearchSpec) -> tuple[Dimension, ...]:
-    """The dimensions of a search as the methods see them, each after what it depends on."""
+    """Dimensions as the methods see them, each after those it depends on."""
     return tuple(_make_dimension(name, search.space[name]) for name in parents_first(search))
 
 
@@ -78,22 +78,8 @@ def drop_absent(params: Params, dimensions: Sequence[Dimension]) -> Params:
     return {name: value for name, value in params.items() if name not in known or exists(name)}
 
 
-def is_allowed(
-    params: Params, constraints: Sequence[str], *, job: Mapping[str, Any] | None = None
-) -> bool:
-    """Whether every constraint holds; one on a field that is absent demands nothing.
-
-    Args:
-        params: The setting.
-        constraints: As a job's search has them.
-        job: Values of fields that do not vary.
-    """
-    values = {**(job or {}), **params}
-    return all(read_constraint(text).holds(values) for text in constraints)
-
-
 class SettingCheck:
-    """Whether a setting may be tried: its constraints hold, and the job with it is a valid one."""
+    """Whether a setting may be tried: its constraints hold, and the job with it is valid."""
 
     def __init__(self, job: Job) -> None:
         """Of this job's search."""
@@ -108,7 +94,7 @@ class SettingCheck:
         self._space = space
 
     def __call__(self, params: Params) -> bool:
-        """Whether this one may."""
+        """Whether this setting is allowed."""
         return not self.failing(params) and self.refusal(params) is None
 
     def failing(self, params: Params) -> list[str]:
@@ -125,7 +111,7 @@ class SettingCheck:
             raise JobError(f"A constraint of the search cannot be computed: {error}.") from None
 
     def refusal(self, params: Params) -> str | None:
-        """What the job itself has against the setting."""
+        """Error of the job with the setting; empty if it is valid."""
         try:
             apply_params(self._job, params)
         except JobError as error:
@@ -139,12 +125,12 @@ def key_of(params: Params) -> tuple[tuple[str, str], ...]:
 
 
 def count_settings(dimensions: Sequence[Dimension]) -> float:
-    """How many settings there are at most; infinite where one dimension is a range of any number."""
+    """Most settings of the space; infinite for a continuous dimension."""
     return math.prod(len(values) if (values := list_values(d)) else math.inf for d in dimensions)
 
 
 def list_values(dimension: Dimension, *, points: int | None = None) -> list[ParamValue]:
-    """All values of a dimension, or ``points`` of a range without a step; none where it is endless."""
+    """All values of a dimension, or ``points`` of a range without a step; empty where infinite."""
     if dimension.choices:
         return list(dimension.choices)
     low, high = dimension.low, dimension.high
@@ -239,7 +225,7 @@ def _check_value(
     dimensions: tuple[Dimension, ...],
     refuse: Callable[[Params], str | None],
 ) -> None:
-    """A value that contradicts the rest of the job whatever the other fields are is a mistake."""
+    """A value that contradicts the job for all other values is a mistake."""
     refusal: str | None = None
     for params in drawn:
         tried = {**params, dimension.name: value}

@@ -1,4 +1,4 @@
-"""How far the trials of a study will train, by its method, and how long that takes on so many devices. Pure."""
+"""How far the trials of a study train, by method, and the resulting makespan. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FRONTIER = ((1.0, 0.1), (0.6, 0.25))
 trial took 0.2 to 0.37 of one in all, and six in ten went on once they were held."""
 _FRONTIER_SPREAD = 0.4
 _HALVING = 0.2
-"""Deviation of the logarithm where the counts are the method's own: promotions come early or late."""
+"""Standard deviation of the log where the method fixes the counts: promotions vary in time."""
 
 _FEW = 20_000
-"""Settings that can be listed at once."""
+"""Number of settings that can be enumerated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
-    """What a study of so many trials trains."""
+    """Rungs that a study of so many trials trains."""
 
     stages: tuple[Stage, ...]
     spread: float
-    """Deviation of the logarithm of all rungs together."""
+    """Standard deviation of the log of all rungs together."""
     waits: bool
     """Whether a stage begins only when the one before is over."""
 
@@ -55,7 +55,7 @@ class StageCounts:
 
 
 def expect_stages(search: SearchSpec, *, trials: int, rungs: int) -> StageCounts:
-    """The course of a study, as far as its method tells."""
+    """Expected stages of a study under its method."""
     stop = find_stop(search)
     if stop in {"asha", "hyperband"}:
         eta, first = search.stop.eta, min(search.stop.first, rungs)
@@ -76,7 +76,7 @@ def expect_stages(search: SearchSpec, *, trials: int, rungs: int) -> StageCounts
 
 
 def find_stop(search: SearchSpec) -> str:
-    """How trials are ended early, with ``auto`` spelt out."""
+    """Early-stopping rule, with ``auto`` resolved."""
     name = search.stop.name
     if name != "auto":
         return name
@@ -88,7 +88,7 @@ def find_stop(search: SearchSpec) -> str:
 
 
 def count_population(search: SearchSpec, rungs: int) -> int | None:
-    """The founders of a population and the copies at its comparisons; None where there is none."""
+    """Size of a population and the copies at its comparisons; None where there is none."""
     stop = search.stop
     if stop.name != "pbt":
         return None
@@ -106,7 +106,7 @@ def _train_together(search: SearchSpec, trials: int, rungs: int) -> tuple[Stage,
 
 
 def count_space(search: SearchSpec) -> int | None:
-    """The settings of a space at most; None where one field may be any number."""
+    """Most settings of a space; None for a continuous field."""
     points = {name: item.count for name, item in search.space.items() if item.count}
     points = points if search.method == "grid" else {}
     dimensions = make_dimensions(search)
@@ -129,7 +129,7 @@ def makespan_s(
     power: float = USUAL_POWER,
     elastic: bool = True,
 ) -> float:
-    """From the first trial's start to the last one's end.
+    """Time from the first trial's start to the last one's end.
 
     Args:
         counts: What is trained.

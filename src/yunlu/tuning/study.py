@@ -134,7 +134,7 @@ class Study:
         return self._records.facts()
 
     def view(self) -> StudyView:
-        """All that is known of it."""
+        """Current view of the study."""
         return self._records.view()
 
     def forecast(self, *, slots: Slots | None = None) -> StudyForecast:
@@ -151,7 +151,7 @@ class Study:
         return study
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the study, so that another process can run it."""
         with self._lock:
             if self._is_held and self._records.dir.read_status().state == "running":
                 self._note("stopped", ended_at=time.time())
@@ -161,7 +161,7 @@ class Study:
     # Your own program.
 
     def ask(self, *, again: bool = True) -> AskedTrial | None:
-        """A setting to try; None where nothing is worth trying, or not before others were told.
+        """A setting to try; None where nothing is worth trying, or not before other results.
 
         Trials that a process asked for and never told of, being killed, come first; with ``again``
         false they do not: somebody still trains them, and will tell of them by number.
@@ -201,7 +201,7 @@ class Study:
         state: Literal["done", "pruned", "failed"] = "done",
         error: str | None = None,
     ) -> None:
-        """How a trial did: its value (of several objectives, their values), with the metric's own sign."""
+        """Report the result of a trial: its value or values, with the metric's own sign."""
         number = trial.number if isinstance(trial, AskedTrial) else trial
         if state not in _TOLD:
             raise StudyError(
@@ -212,11 +212,11 @@ class Study:
             self._hold()
             known = self._records.facts()
             if not 0 <= number < len(known) or known[number].state.is_over:
-                raise StudyError(f"{self.name} has no trial {number} that waits to be told of")
+                raise StudyError(f"{self.name} has no trial {number} that waits for its result")
             if point is not None:
                 self._records.add_point(number, point, at=time.time())
             elif state == "done":
-                raise StudyError(f"trial {number} is done, but no value was told")
+                raise StudyError(f"trial {number} is done, but has no value")
             about = {} if error is None else {"error": error}
             self._records.end(number, TrialState(state), **about)
 
@@ -341,7 +341,7 @@ class Study:
             self._records.refresh()
             known = self._records.facts()
             if self._records.request.rungs != 1 and not any(facts.run for facts in known):
-                self._records.change(rungs=1)  # a value that is told is that of a whole trial
+                self._records.change(rungs=1)  # a reported value is that of a full trial
             status, now = self._records.dir.read_status(), time.time()
             began_at, idle_s = status.began_at or now, status.idle_until(now)
             self._note("running", began_at=began_at, idle_s=idle_s, ended_at=None)

@@ -1,4 +1,4 @@
-"""Trials of earlier studies to learn from: ours by name, anybody's by the URL of an Optuna storage."""
+"""Trials of earlier studies to learn from: ours by name, others by the URL of an Optuna storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def read_past(request: StudyRequest, sources: Sequence[str]) -> list[Trial]:
-    """The trials of these studies that told a value, numbered anew."""
+    """Trials of these studies with a value, renumbered."""
     matching_trials = [
         trial
         for source in sources
@@ -51,15 +51,15 @@ def _own(request: StudyRequest, name: str) -> Iterator[Trial]:
     for trial in earlier.trials():
         if trial.points and trial.state.is_over:
             yield trial
-        elif trial.points:  # it has told as much as one that was given up there
+        elif trial.points:  # equivalent to a pruned one there
             yield replace(trial, state=TrialState.PRUNED)
 
 
 def _foreign(request: StudyRequest, url: str) -> Iterator[Trial]:
-    """Of each study there that has as many objectives; a value without a curve is that of a whole training."""
+    """Of each study with as many objectives; a value without a curve is that of a full training."""
     kind, _, path = url.partition(":///")
     if kind == "sqlite" and not Path(path.partition("?")[0]).is_file():
-        raise StudyError(f"search.warm_start: there is no file {path}")  # Optuna would make one
+        raise StudyError(f"search.warm_start: there is no file {path}")  # Optuna would create one
     try:
         storage = optuna.storages.get_storage(url)
         studies = storage.get_all_studies()
@@ -80,7 +80,7 @@ def _foreign(request: StudyRequest, url: str) -> Iterator[Trial]:
             if trial.state not in {OptunaState.COMPLETE, OptunaState.PRUNED} or not trial.values:
                 continue
             steps = sorted(trial.intermediate_values.items())
-            from_0 = int(bool(steps) and steps[0][0] == 0)  # many count their epochs so
+            from_0 = int(bool(steps) and steps[0][0] == 0)  # epochs are often counted from 0
             points = [
                 Point(step + from_0, turn_values((value,), wanted), 0.0) for step, value in steps
             ]

@@ -206,7 +206,7 @@ torchtitan,llama,32,4096,32,8,14336,128256,8192,Abacus,8,16,2,1,1,8,bf16
 """
 
 
-def test_rows_of_a_table_are_foretold_in_their_order(
+def test_rows_of_a_table_are_predicted_in_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.csv"

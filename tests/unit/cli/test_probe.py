@@ -150,7 +150,7 @@ def test_a_measurement_that_fails_says_why(
 def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    lines = [{"part": "matrix products", "place": 0, "of": 2}]
+    lines = [{"part": "matrix products", "index": 0, "of": 2}]
     lines.append({"probed": probe(device="told").model_dump(mode="json")})
     said = tmp_path / "said.jsonl"
     said.write_text("a warning of some library\n" + "".join(json.dumps(e) + "\n" for e in lines))

@@ -49,7 +49,7 @@ data: sklearn:digits
 SEARCH = "search: {space: {train.optimizer.lr: 1e-4 .. 1e-1 log}}\n"
 
 
-def told(block: RenderableType, width: int = 140) -> str:
+def block_text(block: RenderableType, width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     print_block(console, block)
     assert isinstance(console.file, io.StringIO)
@@ -66,7 +66,7 @@ def job(tmp_path: Path) -> Path:
 def test_the_page_has_trials_best_first_and_where_the_study_stands() -> None:
     view = make_living(HOME)
     assert view.best is not None
-    page = told(study_page(view, now=BEGAN_AT + 500, width=138))
+    page = block_text(study_page(view, now=BEGAN_AT + 500, width=138))
     rows = [line.split() for line in page.splitlines()[4:]]
     assert rows[0][0] == str(view.best.number)
     assert "running" in page.splitlines()[0]
@@ -78,7 +78,7 @@ def test_the_page_has_trials_best_first_and_where_the_study_stands() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_fields_that_do_not_fit_are_named_and_nothing_is_cut(width: int) -> None:
-    page = told(study_page(make_living(HOME), now=BEGAN_AT + 500, width=width - 2), width)
+    page = block_text(study_page(make_living(HOME), now=BEGAN_AT + 500, width=width - 2), width)
     assert max(map(len, page.splitlines())) <= width
     assert "lr" in page.splitlines()[2]
     table = page.split("more:")[0]
@@ -96,38 +96,40 @@ def test_a_small_screen_keeps_the_best_and_those_that_run(rows: int | None) -> N
     assert numbers[0] == view.best.number
     running = sum(each.state is TrialState.RUNNING for each in shown)
     assert running == min(2, (rows or 24) // 2)
-    page = told(study_page(view, now=BEGAN_AT, width=138, rows=rows))
+    page = block_text(study_page(view, now=BEGAN_AT, width=138, rows=rows))
     assert ("more: yunlu study show" in page) is (len(shown) < 24)
 
 
 def test_a_study_without_trials_has_a_page() -> None:
-    page = told(study_page(make_study(HOME, 0), now=BEGAN_AT, width=100))
+    page = block_text(study_page(make_study(HOME, 0), now=BEGAN_AT, width=100))
     assert "no trial has begun" in page
-    assert "no trial has a value yet" in told(answer_block(make_study(HOME, 0), now=BEGAN_AT))
+    assert "no trial has a value yet" in block_text(answer_block(make_study(HOME, 0), now=BEGAN_AT))
 
 
-def test_the_answer_is_a_setting_a_command_and_what_was_foretold(tmp_path: Path) -> None:
+def test_the_answer_is_a_setting_a_command_and_the_forecast(tmp_path: Path) -> None:
     home = tmp_path / "studies" / "digits-search"
     view = make_study(home)
     assert view.best is not None
     assert view.best.run is not None
-    answer = told(answer_block(view, now=BEGAN_AT), 80)
+    answer = block_text(answer_block(view, now=BEGAN_AT), 80)
     shown = answer[answer.index("yunlu train") : answer.index(" run ")]
     assert shlex.split(shown.replace("\\\n", "")) == shlex.split(train_command(view, view.best))
-    answer = told(answer_block(view, now=BEGAN_AT), 400)
+    answer = block_text(answer_block(view, now=BEGAN_AT), 400)
     assert f"run     {tmp_path / view.best.run}" in answer
     assert "predicted" in answer
     assert "yunlu resume" not in answer
     held = replace(view.best, trial=replace(view.best.trial, state=TrialState.HELD))
-    unfinished = told(answer_block(replace(view, best=held), now=BEGAN_AT))
+    unfinished = block_text(answer_block(replace(view, best=held), now=BEGAN_AT))
     assert f"finish  yunlu resume {view.best.run}\n" in unfinished
     (tmp_path / view.best.run / "model").mkdir(parents=True)
-    assert f"model   {tmp_path / view.best.run / 'model'}" in told(answer_block(view, now=0), 400)
+    assert f"model   {tmp_path / view.best.run / 'model'}" in block_text(
+        answer_block(view, now=0), 400
+    )
 
 
 def test_several_objectives_show_their_front() -> None:
     view = make_pareto(HOME)
-    answer = told(answer_block(view, now=BEGAN_AT))
+    answer = block_text(answer_block(view, now=BEGAN_AT))
     assert "nothing beats" in answer
     assert answer.count("trial ") >= len(view.front)
 
@@ -135,15 +137,17 @@ def test_several_objectives_show_their_front() -> None:
 def test_a_forecast_tells_value_and_interval() -> None:
     view = make_study(HOME)
     assert view.forecast is not None
-    block = told(forecast_block({**view.forecast, "notes": ["as the probe says"]}))
+    block = block_text(forecast_block({**view.forecast, "notes": ["as the probe says"]}))
     for words in ("40", "31 to 52", "15 min 00 s", "$1.20 to $3.00", "as the probe says"):
         assert words in block
-    unknown = told(forecast_block({"trials": {"value": 5, "low": 5, "high": 5}, "seconds": None}))
+    unknown = block_text(
+        forecast_block({"trials": {"value": 5, "low": 5, "high": 5}, "seconds": None})
+    )
     assert "5 to 5" not in unknown
     assert "time" not in unknown
     compared = comparison_block(view, now=BEGAN_AT)
     assert compared is not None
-    assert "16 min 32 s" in told(compared)
+    assert "16 min 32 s" in block_text(compared)
     assert comparison_block(replace(view, forecast=None), now=BEGAN_AT) is None
 
 
@@ -155,7 +159,7 @@ def test_each_failure_is_told_once() -> None:
 
 
 def test_studies_are_listed() -> None:
-    table = told(studies_table([make_study(HOME), make_living(HOME)], now=BEGAN_AT + 60))
+    table = block_text(studies_table([make_study(HOME), make_living(HOME)], now=BEGAN_AT + 60))
     assert "finished" in table
     assert "loss 0.3485" in table
     assert "40 of 40" in table
@@ -217,7 +221,9 @@ def test_a_setting_of_short_names_is_not_cut() -> None:
     view = make_study(HOME)
     assert view.best is not None
     trial = replace(view.best.trial, params={"task": "image-classification"})
-    shown = told(answer_block(replace(view, best=replace(view.best, trial=trial)), now=BEGAN_AT))
+    shown = block_text(
+        answer_block(replace(view, best=replace(view.best, trial=trial)), now=BEGAN_AT)
+    )
     assert "  task  image-classification\n" in shown
 
 
@@ -241,7 +247,7 @@ def test_an_error_is_told_once_and_who_goes_on_is_told_of() -> None:
     running = replace(held, trial=replace(held.trial, state=TrialState.RUNNING))
     watch.show(replace(view, trials=(running, *failed)))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()[before:]]
-    assert lines[0] == f"trial 0 goes on from rung {held.trial.rung}"
+    assert lines[0] == f"trial 0 resumed from rung {held.trial.rung}"
     assert lines[1].startswith("trial 1 failed as trial 2")
     assert lines[2].startswith("trial 2 failed no such file: x.csv")
     free = replace(failed[1], device_seconds=0.0)
@@ -339,10 +345,10 @@ def test_a_plan_tells_what_the_study_takes_and_leaves_nothing_behind(
 ) -> None:
     day = Interval(value=86400.0, low=70000.0, high=90000.0)
 
-    def tell(*_: Any, **__: Any) -> TrialTime:
+    def trial_time(*_: Any, **__: Any) -> TrialTime:
         return TrialTime(seconds=day, source="a test")
 
-    monkeypatch.setattr(forecast, "find_trial_time", tell)
+    monkeypatch.setattr(forecast, "find_trial_time", trial_time)
     monkeypatch.setenv("YUNLU_DOLLARS_PER_HOUR", "3.6")
     words = ["tune", str(job), "--plan", "--metric", "loss", "--budget", "500", "--devices", "1"]
     words += ["--stop", "median", "--set", "search.stop.trials=3"]  # one after the other

@@ -188,11 +188,11 @@ def test_what_the_engine_does_about_trouble_is_one_line_each():
 
 def test_trials_take_one_line_for_each_setting():
     trials = [
-        {"name": "precision", "value": "bf16", "sample_s": 0.1, "speedup": 1.47, "kept": True},
-        {"name": "precision", "value": "fp16", "sample_s": 9.0, "speedup": 0.01, "kept": False},
+        {"name": "precision", "value": "bf16", "sample_s": 0.1, "speedup": 1.47, "is_adopted": True},
+        {"name": "precision", "value": "fp16", "sample_s": 9.0, "speedup": 0.01, "is_adopted": False},
         {
             "name": "compile", "value": "inductor", "sample_s": 0.1, "speedup": 1.02,
-            "kept": False, "remembered": True,
+            "is_adopted": False, "remembered": True,
         },
     ]  # fmt: skip
     out = io.StringIO()

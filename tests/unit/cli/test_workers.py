@@ -27,7 +27,7 @@ RUNS = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "test_worker_grou
 TRACEBACK = "Traceback (most recent call last):\n  File loop.py, line 3\nValueError: no such label"
 
 
-def crew(generation, layout, members, **data):
+def group_formed(generation, layout, members, **data):
     ranks = [
         {
             "rank": rank,
@@ -47,10 +47,10 @@ def fault(what, member, **data):
 
 
 def story():
-    yield crew(1, "dp2 x tp2", [0, 1, 2, 3], reason="start", from_step=0)
+    yield group_formed(1, "dp2 x tp2", [0, 1, 2, 3], reason="start", from_step=0)
     yield fault("killed", 3)
-    yield crew(2, "dp3", [0, 1, 2], reason="killed", from_step=120, lost_s=0.4)
-    yield crew(3, "dp3", [0, 1, 4], from_step=130, redone_steps=2, lost_s=3.0)
+    yield group_formed(2, "dp3", [0, 1, 2], reason="killed", from_step=120, lost_s=0.4)
+    yield group_formed(3, "dp3", [0, 1, 4], from_step=130, redone_steps=2, lost_s=3.0)
     data = {"rank": 2, "worker": "4", "host": "node-a", "ratio": 1.84, "step": 140}
     yield StragglerSeen(at=1000.0, **data)
     data = {**data, "ratio": 1.0, "step": 150, "recovered": True}
@@ -68,13 +68,13 @@ def shown(happenings):
 @pytest.fixture
 def run(own_home):
     """A run of several workers in the store, with a log of each."""
-    run = RUNS["write_crew"](own_home / "crew-1")
+    run = RUNS["write_group_run"](own_home / "group-1")
     (run.path / Area.LOGS).mkdir()
     for member in range(5):
         (run.path / Area.LOGS / f"worker-{member}.log").write_text(
             f"first\nworker {member} says hello\n"
         )
-    return lifecycle.find("crew-1")
+    return lifecycle.find("group-1")
 
 
 def test_a_fault_and_a_change_are_one_line_each():
@@ -133,7 +133,7 @@ def test_ps_and_show_name_workers_and_layout(run, capsys):
     assert json.loads(capsys.readouterr().out)["worker_group"]["generation"] == 3
 
 
-def test_ps_without_a_crew_has_no_column_for_it(own_home, capsys):
+def test_ps_without_a_worker_group_has_no_column_for_it(own_home, capsys):
     RUNS["RUNS"]["write_classification"](own_home / "digits-1")
     assert main(["ps"]) == 0
     assert "workers" not in capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_a_plain_run_has_no_ranks(own_home, capsys):
     assert "one worker trains it" in capsys.readouterr().err
 
 
-def test_logs_tell_the_crew_line_by_line(run, capsys):
+def test_logs_show_the_worker_group_line_by_line(run, capsys):
     shutil.rmtree(run.path / Area.LOGS)
     assert main(["logs", run.id]) == 0
     out = capsys.readouterr().out

@@ -58,7 +58,7 @@ class Books(LeasedExecutor):
         self._breathe(run)
         return handle
 
-    def look(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         return dict(self.jobs.values())
 
     def cancel(self, handles: Sequence[str]) -> None:

@@ -86,7 +86,7 @@ def test_asynchronous_workers_share_a_step_with_those_on_other_nodes(run: RunSto
     record, _ = record.grant("b", 3)
     write_record(run, record)
     assert "asynchronous" not in " ".join(lead_program(run, 1))
-    (run.path / Area.SERVERS).mkdir()  # its crew has chosen so
+    (run.path / Area.SERVERS).mkdir()  # its worker group has chosen so
     words = lead_program(run, 1)
     assert words[-4:] == ("--devices", "1", "--shares", "4")
     assert "yunlu.training.asynchronous.supervisor" in words

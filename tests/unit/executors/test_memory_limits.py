@@ -197,7 +197,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
         assert "train.memory_gb" in str(error.hint)
         assert executor.status(modest).is_alive
         assert not executor.status(greedy).is_alive
-        assert memory_limits.report_exceeded(greedy.id) is None  # the next life begins afresh
+        assert memory_limits.report_exceeded(greedy.id) is None  # the next attempt begins afresh
     finally:
         for run in runs.values():
             executor.stop(run, now=True)

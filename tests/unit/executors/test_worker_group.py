@@ -1,4 +1,4 @@
-"""A crew seen from outside: its supervisor may be gone while its workers train on."""
+"""A worker group seen from outside: its supervisor may be gone while its workers train on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> N
         process_started_at=process.create_time(),
         rank=0,
     )
-    crew = WorkerGroup(
+    group = WorkerGroup(
         host="127.0.0.1",
         port=port,
         token="t",
@@ -54,7 +54,7 @@ def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> N
         wanted={"local": 1, "far": 1},
         workers=(member,),
     )
-    write_worker_group(run, crew)
+    write_worker_group(run, group)
 
 
 @pytest.fixture
@@ -104,7 +104,9 @@ def test_a_supervisor_that_took_over_answers_for_the_run(
     assert worker_of(running, detect_lost(running, record)) == worker
 
 
-def test_only_a_crew_that_trains_can_be_resized(running: RunStore, sleeper: psutil.Process) -> None:
+def test_only_a_worker_group_that_trains_can_be_resized(
+    running: RunStore, sleeper: psutil.Process
+) -> None:
     with pytest.raises(StoreError, match="at least one worker"):
         resize(running, devices=0)
     record_worker(

@@ -47,11 +47,11 @@ def reap(worker):
 
 def test_worker_runs_in_its_own_session_with_output_in_its_log(run):
     script = "import os, sys; print(os.getsid(0) == os.getpid(), sys.argv[1]); sys.exit(5)"
-    (run.path / WORKER_LOG).write_text("an earlier life\n")
+    (run.path / WORKER_LOG).write_text("an earlier attempt\n")
     worker = start_worker(run, [sys.executable, "-c", script])
     reap(worker)
     assert worker.exit_code() == 5
-    assert (run.path / WORKER_LOG).read_text() == f"an earlier life\nTrue {run.path}\n"
+    assert (run.path / WORKER_LOG).read_text() == f"an earlier attempt\nTrue {run.path}\n"
     assert not worker.is_alive()
 
 
@@ -132,7 +132,7 @@ def test_one_worker_is_plain_unless_others_may_join_it():
     assert one == (*ASYNCHRONOUS, "--devices", "1")
 
 
-def test_a_run_is_asynchronous_by_name_or_because_its_crew_chose_so(run):
+def test_a_run_is_asynchronous_by_name_or_by_choice_of_its_workers(run):
     assert is_asynchronous(run, "asynchronous")
     assert not is_asynchronous(run, "auto")
     (run.path / Area.SERVERS).mkdir()

@@ -167,7 +167,7 @@ def test_a_spot_price_that_is_none_is_none() -> None:
     assert one(row("x", "H100", "1", "", "2")).spot_dollars_per_hour == 2
     floor = one(row("x", "H100", "1", "20", "2"))
     assert floor.spot_dollars_per_hour == 2
-    assert "least the cloud asks" in floor.terms
+    assert "cloud's minimum" in floor.terms
 
 
 def test_networks_are_known_or_assumed_with_caution() -> None:

@@ -53,11 +53,11 @@ def main() -> int:
 
 
 def live(run: RunStore, fate: str, asked: threading.Event) -> int:
-    lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
+    attempts = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
     started_at = psutil.Process().create_time()
     run.emit(
         AttemptStarted(
-            number=lives + 1,
+            number=attempts + 1,
             pid=os.getpid(),
             process_started_at=started_at,
             began_at=started_at,
@@ -71,16 +71,16 @@ def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     if "--plan-only" in sys.argv:
         run.emit(StateChanged(state="stopped", reason="only the plan was asked for"))
         return 0
-    first = 11 if lives else 1
-    run.emit(StateChanged(state="running", **({"resumed_from_step": 10} if lives else {})))
-    train(run, first, 15 if fate in {"wait", "fail", "hang"} and not lives else 20)
-    if fate == "fail" and not lives:
+    first = 11 if attempts else 1
+    run.emit(StateChanged(state="running", **({"resumed_from_step": 10} if attempts else {})))
+    train(run, first, 15 if fate in {"wait", "fail", "hang"} and not attempts else 20)
+    if fate == "fail" and not attempts:
         hint, trace = "Lower train.optimizer.lr.", "Traceback: deep inside"
         run.emit(ErrorRaised(code="training", message="The loss is not finite at step 15.",
                  hint=hint, traceback=trace))  # fmt: skip
         run.emit(StateChanged(state="failed"))
         return 1
-    if fate in {"wait", "hang"} and not lives:
+    if fate in {"wait", "hang"} and not attempts:
         asked.wait()
         run.emit(StateChanged(state="stopping", reason="asked to stop"))
         if fate == "hang":

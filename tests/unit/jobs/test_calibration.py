@@ -52,7 +52,7 @@ def store_probe(cache: Path, **changes: object) -> None:
 def finished_run(
     home: Path, name: str, *, slower: float = 1.5, state: str = "finished", **guessed: Any
 ) -> RunStore:
-    """As a worker leaves it, with steps that took longer than foretold."""
+    """As a worker leaves it, with steps that took longer than predicted."""
     path = home / name
     path.mkdir(parents=True)
     run, plan = open_run(path), planned(**guessed)
@@ -146,7 +146,7 @@ def test_runs_that_ended_without_a_report_are_found(own_home: Path) -> None:
     assert {each.run for each in found.figures} == {known.name_run(own_home / n) for n in "ab"}
 
 
-def test_a_run_that_ran_out_of_memory_or_foretold_nothing_teaches_nothing(tmp_path: Path) -> None:
+def test_a_run_out_of_memory_or_without_prediction_teaches_nothing(tmp_path: Path) -> None:
     shrunk = finished_run(tmp_path, "shrunk")
     shrunk.emit(MemoryExhausted(step=1, micro_batch=1, message=""))
     old = finished_run(tmp_path, "old")
@@ -247,7 +247,7 @@ def test_a_place_that_cannot_be_written_is_said_and_no_report_fails_for_it(
     assert write_report(run).state == "finished"
 
 
-def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
+def test_the_report_shows_estimated_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
     run = finished_run(tmp_path, "one", slower=1.05)
     report = build_report(run)
     step = report.comparison("step_s")
@@ -265,7 +265,7 @@ def test_the_report_shows_foretold_predicted_and_measured_side_by_side(tmp_path:
     assert unfinished.comparison("total_s").inside is None
 
 
-def test_a_total_with_a_start_up_that_nobody_foretold_is_not_shown_as_foretold(
+def test_a_total_without_a_predicted_start_up_is_not_shown_as_predicted(
     tmp_path: Path,
 ) -> None:
     probed = build_report(finished_run(tmp_path, "probed")).comparison("total_s")

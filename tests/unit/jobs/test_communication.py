@@ -117,7 +117,7 @@ def read(run: RunStore) -> Communication:
     return found
 
 
-def told(report: Report) -> str:
+def summary_text(report: Report) -> str:
     console = Console(file=io.StringIO(), width=120, highlight=False)
     print_summary(report, console)
     assert isinstance(console.file, io.StringIO)
@@ -194,7 +194,7 @@ def test_who_stepped_aside_is_told_though_no_step_was_made_with_it(tmp_path: Pat
     talk.choose(0, "all-reduce", DENSE, reason="all workers are on one machine")
     talk.train(1, 8)
     found = read(talk.run)
-    assert [(each.name, each.aside) for each in found.choices] == [
+    assert [(each.name, each.excluded) for each in found.choices] == [
         ("ring", ("node-b",)),
         ("all-reduce", ()),
     ]
@@ -221,7 +221,7 @@ def test_a_resumed_run_counts_its_steps_from_where_it_went_on(tmp_path: Path) ->
 def test_one_worker_has_no_such_section(tmp_path: Path) -> None:
     report = build_report(RUNS["write_classification"](tmp_path / "alone"))
     assert report.communication is None
-    assert "exchange" not in told(report)
+    assert "exchange" not in summary_text(report)
     assert 'id="communication"' not in render_page(report)
 
 
@@ -275,7 +275,7 @@ def test_the_terminal_needs_three_lines(run: RunStore) -> None:
         "110.0 ms a step (110.0 ms predicted, × 1.00); 24.4 KiB sent a step (97.7 KiB predicted, × 0.25)",
         "before step 41: direct int4",
     ]
-    shown = told(build_report(run))
+    shown = summary_text(build_report(run))
     assert all(line[:60] in shown for line in lines)
 
 

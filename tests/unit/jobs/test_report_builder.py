@@ -277,11 +277,11 @@ def write_tuned(path: Path) -> RunStore:
         ("padding", "bucket", 0.00095, 2.0, True, False),
         ("compile", "inductor", 0.00093, 1.02, False, False),
     ]
-    keys = ("name", "value", "sample_s", "speedup", "kept", "remembered")
+    keys = ("name", "value", "sample_s", "speedup", "is_adopted", "remembered")
     tried = [dict(zip(keys, trial, strict=True)) for trial in trials]
     writer.emit(sample(PlanMade, **plan_of(steps=450, best_metric="accuracy") | {"trials": tried}))
     writer.emit(MemoryExhausted(step=4, micro_batch=16, message="22.1 GiB were asked for"))
-    writer.train(range(1, 61), loss=falling_loss, more=tuned_record, life=1)
+    writer.train(range(1, 61), loss=falling_loss, more=tuned_record, attempt=1)
     for step in (31, 32):
         writer.emit(StepSkipped(step=step, reason="overflow", loss=1.2, norm="Infinity"))
     for module in ("encoder.layers.3.attention", SCRIPT):
@@ -294,12 +294,12 @@ def write_tuned(path: Path) -> RunStore:
                 low_share=0.94,
             )
         )
-    writer.train(range(61, 211), loss=falling_loss, more=tuned_record, life=1)
+    writer.train(range(61, 211), loss=falling_loss, more=tuned_record, attempt=1)
     writer.emit(StepSkipped(step=208, reason="spike", loss=14.2, norm=310.0))
     writer.emit(StepSkipped(step=209, reason="not finite", loss="NaN", norm="NaN"))
     writer.emit(StepSkipped(step=210, reason="not finite", loss="NaN", norm="NaN"))
     writer.emit(RolledBack(step=210, to_step=200, skipping=[208, 209, 210]))
-    writer.train(range(201, 451), loss=falling_loss, more=tuned_record, life=1)
+    writer.train(range(201, 451), loss=falling_loss, more=tuned_record, attempt=1)
     phases = (("data", 0.004), ("forward", 0.04), ("backward", 0.071), ("clip", 0.002))
     spent = dict((*phases, ("step", 0.012), ("other", 0.003)))
     rows = [("aten::mm", 0.031, 390), ("aten::addmm", 0.02, 228), (SCRIPT, 0.011, 3)]
@@ -366,7 +366,7 @@ def test_a_finished_run_is_told_completely(finished: RunStore) -> None:
     assert [row.step for row in report.evaluations if row.best] == [405]
     assert report.plan is not None
     assert report.plan.choices[0].reason == "this CPU has no faster arithmetic"
-    assert [each.kept for each in report.checkpoints] == [False, True]
+    assert [each.is_kept for each in report.checkpoints] == [False, True]
     assert report.exported is not None
     assert report.exported.from_step == 400
     assert "task: tabular-classification" in report.job_yaml
@@ -475,11 +475,11 @@ def test_a_clock_that_jumps_inside_a_resumed_life_loses_no_step(
 ) -> None:
     writer = Writer(tmp_path / "r", None)
     writer.begin()
-    writer.train(range(1, 101), loss=lambda step: 1.0, life=1)
+    writer.train(range(1, 101), loss=lambda step: 1.0, attempt=1)
     writer.begin(number=2, resumed_from=80)
-    writer.train(range(81, 86), loss=lambda step: 2.0, life=2)
+    writer.train(range(81, 86), loss=lambda step: 2.0, attempt=2)
     writer.now += jump_s
-    writer.train(range(86, 121), loss=lambda step: 2.0, life=2)
+    writer.train(range(86, 121), loss=lambda step: 2.0, attempt=2)
     writer.evaluate("validation", 120, 0.5)
 
     report = build_report(writer.run)
@@ -493,8 +493,8 @@ def test_a_clock_that_jumps_inside_a_resumed_life_loses_no_step(
 def test_a_life_that_has_not_stepped_yet_undoes_the_steps_it_will_do_again(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "r", None)
     writer.begin()
-    writer.train(range(1, 101), loss=lambda step: 1.0, life=1)
-    writer.now -= 86_400  # set back between the lives
+    writer.train(range(1, 101), loss=lambda step: 1.0, attempt=1)
+    writer.now -= 86_400  # set back between the attempts
     writer.begin(number=2, resumed_from=80)
 
     report = build_report(writer.run)
@@ -504,11 +504,11 @@ def test_a_life_that_has_not_stepped_yet_undoes_the_steps_it_will_do_again(tmp_p
 def test_a_rollback_undoes_evaluations_and_steps_until_they_are_done_again(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "r", None)
     writer.begin()
-    writer.train(range(1, 61), loss=lambda step: 1.0, life=1)
+    writer.train(range(1, 61), loss=lambda step: 1.0, attempt=1)
     writer.evaluate("validation", 40, 1.0)
     writer.evaluate("validation", 60, 1.0)
     writer.emit(RolledBack(step=60, to_step=50, skipping=[58, 59, 60]))
-    writer.train(range(51, 56), loss=lambda step: 3.0, life=1)
+    writer.train(range(51, 56), loss=lambda step: 3.0, attempt=1)
 
     report = build_report(writer.run)
     loss = report.curve("train_loss")
@@ -538,7 +538,7 @@ def test_steps_undone_by_a_resume_are_left_out(tmp_path: Path) -> None:
     assert (loss.steps[-1], loss.values[79:81]) == (90, (1.0, 2.0))
     assert report.evaluations == ()
     assert (report.attempts, report.resumed_from) == (2, (80,))
-    # The hour between the two lives is nobody's time.
+    # The hour between the two attempts does not count.
     total = report.comparison("total_s").measured
     assert total is not None
     assert total < 60
@@ -591,7 +591,14 @@ def test_what_the_engine_went_through_is_told(tmp_path: Path) -> None:
     assert "94 %" in said["precision"]
     assert "The batch of 32 is below the gradient noise scale of about 2." in said["noise_below"]
     assert report.plan is not None
-    assert [trial.kept for trial in report.plan.trials] == [True, False, True, True, True, False]
+    assert [trial.is_adopted for trial in report.plan.trials] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_padding_and_true_tokens_are_counted(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ SCRIPT: str = RUNS["SCRIPT"]
 HOSTS = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b", 4: "node-b"}
 
 
-class CrewWriter:
+class GroupWriter:
     """Writes what several workers and their supervisor write, on a clock of their own."""
 
     def __init__(self, path: Path, *, steps: int = 420) -> None:
@@ -112,7 +112,7 @@ class CrewWriter:
         *,
         slow: int | None = None,
         waiting: float = 0.2,
-        life: int = 1,
+        attempt: int = 1,
     ) -> None:
         """Steps of 0.25 s; one worker may be slow, and then the others wait for it."""
         records: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ class CrewWriter:
                     "samples": 32 * step,
                     "items": 32,
                     "at": self.writer.now,
-                    "attempt": life,
+                    "attempt": attempt,
                     "generation": self.generation,
                     "data_s": 0.0,
                     "compute_s": step_s - wait_s,
@@ -180,99 +180,101 @@ class CrewWriter:
         )
 
 
-def write_crew(path: Path) -> RunStore:
+def write_group_run(path: Path) -> RunStore:
     """Four workers; one is killed, three go on, a new one joins, one is slow."""
-    crew = CrewWriter(path)
-    crew.form("dp2 x tp2", [0, 1, 2, 3], reason="start", from_step=0)
-    crew.train(1, 120)
-    crew.lose(3, what="killed", step=120, detail=f"signal 9 {SCRIPT}")
-    crew.form("dp3", [0, 1, 2], reason="a worker was lost", from_step=120, took_s=0.4)
-    crew.train(121, 260)
-    crew.form("fsdp2 x tp2", [0, 1, 2, 4], reason="a worker joined", from_step=260, took_s=0.2)
-    crew.train(261, 330)
-    crew.train(331, 420, slow=2)
-    crew.emit(StragglerSeen(rank=2, worker="2", host="node-b", ratio=1.8, step=340))
-    crew.emit(StragglerSeen(rank=1, worker="1", host="node-a", ratio=1.1, step=350, recovered=True))
-    crew.writer.evaluate("validation", 420, 0.2, metrics={"accuracy": 0.91})
-    crew.emit(StateChanged(state=RunState.FINISHED))
-    return crew.run
+    group = GroupWriter(path)
+    group.form("dp2 x tp2", [0, 1, 2, 3], reason="start", from_step=0)
+    group.train(1, 120)
+    group.lose(3, what="killed", step=120, detail=f"signal 9 {SCRIPT}")
+    group.form("dp3", [0, 1, 2], reason="a worker was lost", from_step=120, took_s=0.4)
+    group.train(121, 260)
+    group.form("fsdp2 x tp2", [0, 1, 2, 4], reason="a worker joined", from_step=260, took_s=0.2)
+    group.train(261, 330)
+    group.train(331, 420, slow=2)
+    group.emit(StragglerSeen(rank=2, worker="2", host="node-b", ratio=1.8, step=340))
+    group.emit(
+        StragglerSeen(rank=1, worker="1", host="node-a", ratio=1.1, step=350, recovered=True)
+    )
+    group.writer.evaluate("validation", 420, 0.2, metrics={"accuracy": 0.91})
+    group.emit(StateChanged(state=RunState.FINISHED))
+    return group.run
 
 
 def write_staged(path: Path) -> RunStore:
     """Eight workers in a pipeline; steps are done again after a fault, and then one fails."""
-    crew = CrewWriter(path, steps=100)
+    group = GroupWriter(path, steps=100)
     stages = ["embedding, layers 1–3", "layers 4–6, head"]
-    crew.form("dp2 x tp2 x pp2", range(8), reason="start", from_step=0, stages=stages)
-    crew.train(1, 40, waiting=0.6)
-    crew.lose(5, what="hung", step=40)
-    crew.form(
+    group.form("dp2 x tp2 x pp2", range(8), reason="start", from_step=0, stages=stages)
+    group.train(1, 40, waiting=0.6)
+    group.lose(5, what="hung", step=40)
+    group.form(
         "fsdp3 x pp2", [0, 1, 2, 3, 4, 6], reason="a worker was lost", from_step=30, redone=10,
         took_s=6.0, stages=stages,
     )  # fmt: skip
-    crew.train(31, 60, waiting=0.6)
+    group.train(31, 60, waiting=0.6)
     traceback = "Traceback (most recent call last):\n  File loop.py\nValueError: no such label"
-    crew.lose(2, what="failed", step=60, detail=traceback)
-    crew.lose(4, what="failed", step=60, detail="Traceback\nRuntimeError: connection closed")
+    group.lose(2, what="failed", step=60, detail=traceback)
+    group.lose(4, what="failed", step=60, detail="Traceback\nRuntimeError: connection closed")
     who: dict[str, Any] = {"rank": 2, "worker": "2", "host": "node-b", "pid": 4202}
     error = {"code": "training", "message": "no such label", "traceback": traceback}
-    crew.emit(ErrorRaised(**error, **who))
-    crew.emit(StateChanged(state=RunState.FAILED))
-    return crew.run
+    group.emit(ErrorRaised(**error, **who))
+    group.emit(StateChanged(state=RunState.FAILED))
+    return group.run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunStore:
-    return write_crew(tmp_path / "crew-1")
+    return write_group_run(tmp_path / "group-1")
 
 
-def told(report: Report) -> str:
+def summary_text(report: Report) -> str:
     console = Console(file=io.StringIO(), width=140, highlight=False)
     print_summary(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_lives_of_the_crew_are_told_in_order(run: RunStore) -> None:
-    crew = build_report(run).worker_group
+def test_generations_of_the_worker_group_are_in_order(run: RunStore) -> None:
+    group = build_report(run).worker_group
 
-    assert crew is not None
-    assert [(each.layout, each.from_step, len(each.ranks)) for each in crew.changes] == [
+    assert group is not None
+    assert [(each.layout, each.from_step, len(each.ranks)) for each in group.changes] == [
         ("dp2 x tp2", 0, 4),
         ("dp3", 120, 3),
         ("fsdp2 x tp2", 260, 4),
     ]
-    (fault,) = crew.faults
+    (fault,) = group.faults
     assert (fault.cause, fault.worker, fault.rank, fault.struck) == ("killed", "3", 3, (1, 1))
-    assert [(each.worker, each.ratio) for each in crew.stragglers] == [("2", 1.8)]
+    assert [(each.worker, each.ratio) for each in group.stragglers] == [("2", 1.8)]
 
 
 def test_lost_time_is_what_lay_between_the_steps_of_two_layouts(run: RunStore) -> None:
-    crew = build_report(run).worker_group
+    group = build_report(run).worker_group
 
-    assert crew is not None
-    assert [each.lost_s for each in crew.changes[1:]] == pytest.approx([0.4, 0.2])
-    assert crew.lost_s == pytest.approx(0.6)
-    assert crew.effective == pytest.approx(1 - 0.6 / crew.wall_s)
-    assert crew.elapsed_s[-1] == pytest.approx(crew.wall_s, abs=0.01)
+    assert group is not None
+    assert [each.lost_s for each in group.changes[1:]] == pytest.approx([0.4, 0.2])
+    assert group.lost_s == pytest.approx(0.6)
+    assert group.effective == pytest.approx(1 - 0.6 / group.wall_s)
+    assert group.elapsed_s[-1] == pytest.approx(group.wall_s, abs=0.01)
 
 
 def test_steps_done_again_are_lost_time_and_undo_what_they_replace(tmp_path: Path) -> None:
-    crew = CrewWriter(tmp_path / "r")
-    crew.form("fsdp2", [0, 1], reason="start", from_step=0)
-    crew.train(1, 20)
-    before_s = crew.writer.now
-    crew.train(21, 30)
-    crew.writer.evaluate("validation", 30, 0.5, metrics={"accuracy": 0.5})
-    redone_s = crew.writer.now - before_s
-    crew.lose(1, what="hung", step=30)
-    crew.form("single", [0], reason="a worker was lost", from_step=20, redone=10, took_s=2.0)
+    group = GroupWriter(tmp_path / "r")
+    group.form("fsdp2", [0, 1], reason="start", from_step=0)
+    group.train(1, 20)
+    before_s = group.writer.now
+    group.train(21, 30)
+    group.writer.evaluate("validation", 30, 0.5, metrics={"accuracy": 0.5})
+    redone_s = group.writer.now - before_s
+    group.lose(1, what="hung", step=30)
+    group.form("single", [0], reason="a worker was lost", from_step=20, redone=10, took_s=2.0)
 
-    # Nothing has been done since: the report already stands at the step the crew went back to.
-    halfway = build_report(crew.run)
+    # Nothing has been done since: the report already stands at the step the worker group went back to.
+    halfway = build_report(group.run)
     assert (halfway.step, halfway.evaluations) == (20, ())
 
-    crew.train(21, 40)
-    report = build_report(crew.run)
+    group.train(21, 40)
+    report = build_report(group.run)
     assert report.worker_group is not None
     assert report.worker_group.lost_s == pytest.approx(2.0 + redone_s)
     assert report.worker_group.redone_steps == 10
@@ -295,54 +297,54 @@ def test_used_and_lost_time_add_up(changes: list[tuple[float, int]], step_s: flo
         for _ in range(steps):
             now, step = now + step_s, step + 1
             records.append({"step": step, "at": now, "compute_s": step_s, "generation": generation})
-    crew = read_worker_groups(RunLog(view=fold(events), records=records, attempts=[]))
+    group = read_worker_groups(RunLog(view=fold(events), records=records, attempts=[]))
 
-    assert crew is not None
+    assert group is not None
     lost = sum(pause_s for pause_s, _ in changes[1:])
-    assert crew.lost_s == pytest.approx(lost, abs=1e-6)
-    assert crew.wall_s == pytest.approx(lost + step * step_s)
-    assert crew.effective is not None
-    assert -1e-9 <= crew.effective <= 1
+    assert group.lost_s == pytest.approx(lost, abs=1e-6)
+    assert group.wall_s == pytest.approx(lost + step * step_s)
+    assert group.effective is not None
+    assert -1e-9 <= group.effective <= 1
 
 
-def test_time_between_two_lives_is_nobody_s(tmp_path: Path) -> None:
-    crew = CrewWriter(tmp_path / "r")
-    crew.form("dp2", [0, 1], reason="start", from_step=0)
-    crew.train(1, 20)
-    crew.emit(StateChanged(state=RunState.STOPPED))
-    crew.writer.now += 86_400
-    crew.writer.begin(number=2, resumed_from=20)
-    crew.form("dp2", [0, 1], reason="resumed", from_step=20)
-    crew.train(21, 40, life=2)
+def test_time_between_two_attempts_is_not_counted(tmp_path: Path) -> None:
+    group = GroupWriter(tmp_path / "r")
+    group.form("dp2", [0, 1], reason="start", from_step=0)
+    group.train(1, 20)
+    group.emit(StateChanged(state=RunState.STOPPED))
+    group.writer.now += 86_400
+    group.writer.begin(number=2, resumed_from=20)
+    group.form("dp2", [0, 1], reason="resumed", from_step=20)
+    group.train(21, 40, attempt=2)
 
-    found = build_report(crew.run).worker_group
+    found = build_report(group.run).worker_group
     assert found is not None
     assert found.wall_s < 60
     assert 0 < found.lost_s < 10
     assert found.elapsed_s[-1] < 60
 
 
-def test_what_a_new_crew_did_before_it_was_told_of_still_counts(tmp_path: Path) -> None:
+def test_evaluations_of_a_new_group_before_its_event_count(tmp_path: Path) -> None:
     """A generation is told of once its first step is done; that step may have been evaluated."""
-    crew = CrewWriter(tmp_path / "r")
-    crew.form("dp2", [0, 1], reason="start", from_step=0)
-    crew.train(1, 30)
+    group = GroupWriter(tmp_path / "r")
+    group.form("dp2", [0, 1], reason="start", from_step=0)
+    group.train(1, 30)
     for step in (20, 25):
-        crew.writer.evaluate("validation", step, 0.5, metrics={"accuracy": 0.5})
-    crew.lose(1, what="killed", step=30)
-    crew.writer.evaluate("validation", 21, 0.4, metrics={"accuracy": 0.6})
-    crew.form("single", [0], reason="a worker was lost", from_step=20, redone=10)
-    crew.writer.evaluate("validation", 22, 0.4, metrics={"accuracy": 0.6})
+        group.writer.evaluate("validation", step, 0.5, metrics={"accuracy": 0.5})
+    group.lose(1, what="killed", step=30)
+    group.writer.evaluate("validation", 21, 0.4, metrics={"accuracy": 0.6})
+    group.form("single", [0], reason="a worker was lost", from_step=20, redone=10)
+    group.writer.evaluate("validation", 22, 0.4, metrics={"accuracy": 0.6})
 
-    assert [row.step for row in build_report(crew.run).evaluations] == [20, 21, 22]
+    assert [row.step for row in build_report(group.run).evaluations] == [20, 21, 22]
 
 
 def test_each_worker_has_its_figures_in_the_last_layout_it_was_part_of(run: RunStore) -> None:
-    crew = build_report(run).worker_group
+    group = build_report(run).worker_group
 
-    assert crew is not None
-    members = {each.worker: each for each in crew.workers}
-    assert [each.rank for each in crew.workers] == [0, 1, 2, 3, None]
+    assert group is not None
+    members = {each.worker: each for each in group.workers}
+    assert [each.rank for each in group.workers] == [0, 1, 2, 3, None]
     assert (members["3"].lost, members["4"].lost) == ("killed", None)
     slow, quick = members["2"], members["0"]
     assert slow.step_s == pytest.approx(quick.step_s)  # all take as long: they wait for each other
@@ -381,9 +383,9 @@ def test_the_page_pictures_every_layout(tmp_path: Path) -> None:
 def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> None:
     ranks = [layout.place_of(rank)._asdict() for rank in range(layout.world)]
     event = sample(WorkerGroupFormed, layout=str(layout), ranks=ranks)
-    crew = read_worker_groups(RunLog(view=fold([event]), records=[], attempts=[]))
-    assert crew is not None
-    figure = layout_figure(crew, crew.newest)
+    group = read_worker_groups(RunLog(view=fold([event]), records=[], attempts=[]))
+    assert group is not None
+    figure = layout_figure(group, group.newest)
 
     tiles = [tile for row in figure.cells for cell in row for tile in cell]
     assert sorted(tile.rank for tile in tiles if tile) == list(range(layout.world))
@@ -400,7 +402,7 @@ def test_hostile_text_of_a_worker_is_only_text(run: RunStore) -> None:
 
 
 def test_the_terminal_tells_it_on_one_screen(run: RunStore) -> None:
-    text = told(build_report(run))
+    text = summary_text(build_report(run))
 
     for words in (
         "4 as fsdp2 x tp2",
@@ -420,7 +422,7 @@ def test_the_first_failure_is_on_top_with_worker_and_traceback(tmp_path: Path) -
     assert report.failure.worker == "worker 2 (rank 2 on node-b)"
     assert report.failure.traceback is not None
     assert report.failure.traceback.endswith("ValueError: no such label")
-    assert "worker 2 (rank 2 on node-b): no such label" in told(report)
+    assert "worker 2 (rank 2 on node-b): no such label" in summary_text(report)
 
 
 def test_advice_names_what_holds_the_run_up(tmp_path: Path) -> None:
@@ -441,7 +443,7 @@ def test_one_plain_worker_has_nothing_of_it(tmp_path: Path) -> None:
     assert newest_worker_group(run) is None
     assert 'id="workers"' not in page
     assert "Workers" not in page
-    assert "effective" not in told(report)
+    assert "effective" not in summary_text(report)
 
 
 def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
@@ -464,12 +466,12 @@ def test_events_of_another_version_do_not_hide_the_run(run: RunStore) -> None:
     assert (after.changes, after.faults) == (before.changes, before.faults)
 
 
-def test_a_crew_without_figures_has_a_report_too(tmp_path: Path) -> None:
-    crew = CrewWriter(tmp_path / "r")
-    crew.form("dp2", [0, 1], reason="start", from_step=0)
-    report = write_report(crew.run)
+def test_a_worker_group_without_figures_has_a_report_too(tmp_path: Path) -> None:
+    group = GroupWriter(tmp_path / "r")
+    group.form("dp2", [0, 1], reason="start", from_step=0)
+    report = write_report(group.run)
 
     assert report.worker_group is not None
     assert (report.worker_group.effective, report.worker_group.communication_share) == (None, None)
-    assert list(read_samples(crew.run)) == []
-    assert "2 as dp2" in told(report)
+    assert list(read_samples(group.run)) == []
+    assert "2 as dp2" in summary_text(report)

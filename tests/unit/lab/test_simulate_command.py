@@ -106,7 +106,7 @@ def test_pictures_are_drawn(
         ({"length_error": 0.5}, "--length-error: 0.5"),
         ({"crashes": 1.5}, "--crashes: 1.5"),
         ({"cluster": "99999999x8"}, "cannot be simulated"),
-        ({"cluster": "1x4", "policy": ("fifo",)}, "gives nobody a device.* asks for 5 of 4"),
+        ({"cluster": "1x4", "policy": ("fifo",)}, "gives no job a device.* asks for 5 of 4"),
         ({"plot": Path("/dev/null")}, "--plot: no pictures can be written to /dev/null"),
         ({"cluster": "2x4:t9", "profiles": Path("nowhere")}, "not a directory"),
     ],

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.planning.communication.measurements import CodecCost, SharedWork, WireFigures, make_even
+from tests.even_links import make_even
+from yunlu.planning.communication.measurements import CodecCost, SharedWork, WireFigures
 from yunlu.planning.communication.rounds import SCHEDULES
 from yunlu.planning.communication.step_forecast import MethodSetting, forecast, split_buckets
 from yunlu.planning.communication.timing import Clock, elapse

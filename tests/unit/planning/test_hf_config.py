@@ -259,7 +259,7 @@ def can_be_parted(model: torch.nn.Module, kind: str) -> bool:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", sorted(set(FAMILIES) - NOT_BUILT))
 def test_plans_split_a_family_just_as_the_engine_does(kind: str) -> None:
-    """Everything that is foretold can be trained, and nothing that can be is left out."""
+    """Everything that is predicted can be trained, and nothing that can be is left out."""
     model: Any = make_tiny(kind, AUTOS[FAMILIES[kind].kind])
     written = json.loads(model.config.to_json_string(use_diff=False))
     shape = shape_from_config({**written, "architectures": [type(model).__name__]})

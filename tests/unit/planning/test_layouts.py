@@ -99,14 +99,14 @@ def test_what_fits_nowhere_is_tried_all_the_same_with_a_doubt() -> None:
 
 
 def test_what_is_asked_for_stays_and_the_rest_is_chosen() -> None:
-    found, _ = choose_layout(8, facts(), batch=32, room_bytes=ROOMY, asked=LayoutSpec(tp=2))
+    found, _ = choose_layout(8, facts(), batch=32, room_bytes=ROOMY, wanted=LayoutSpec(tp=2))
     assert str(found) == "dp4 x tp2"
     found, reason = choose_layout(
-        4, facts(), batch=32, room_bytes=ROOMY, asked=asked("dp2 x tp2", sequence=True)
+        4, facts(), batch=32, room_bytes=ROOMY, wanted=asked("dp2 x tp2", sequence=True)
     )
     assert (str(found), found.sequence, reason) == ("dp2 x tp2", True, "as asked")
     with pytest.raises(JobError, match="is for 2 devices, not 4"):
-        choose_layout(4, facts(), batch=32, room_bytes=ROOMY, asked=asked("dp2"))
+        choose_layout(4, facts(), batch=32, room_bytes=ROOMY, wanted=asked("dp2"))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_replicas_share_the_optimisers_state_only_where_each_gets_a_tensor() -> 
             check_layout(wrong, few, devices=4, batch=32)
         assert caught.value.hint == "remove zero1"
     with pytest.raises(ModelError, match="cannot have zero1"):
-        choose_layout(4, few, batch=32, room_bytes=ROOMY, asked=asked("dp4", zero1=True))
-    found, reason = choose_layout(4, few, batch=32, room_bytes=ROOMY, asked=LayoutSpec(zero1=True))
+        choose_layout(4, few, batch=32, room_bytes=ROOMY, wanted=asked("dp4", zero1=True))
+    found, reason = choose_layout(4, few, batch=32, room_bytes=ROOMY, wanted=LayoutSpec(zero1=True))
     assert found == Layout(dp=4)
     assert "without zero1, 3 trained tensors" in reason
     grown, reason = replan_with_reason(Layout(dp=3, zero1=True), 4, few, batch=32, room_bytes=ROOMY)
@@ -267,7 +267,7 @@ def test_a_chosen_layout_can_be_had_and_uses_what_can_be_used(
     known: SplitConstraints, devices: int, batch: int, room: float, wish: LayoutSpec
 ) -> None:
     try:
-        found, reason = choose_layout(devices, known, batch=batch, room_bytes=room, asked=wish)
+        found, reason = choose_layout(devices, known, batch=batch, room_bytes=room, wanted=wish)
     except YunluError:
         assert wish.sizes  # what nobody restricts always has an answer
         return

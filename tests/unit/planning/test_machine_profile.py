@@ -237,7 +237,7 @@ def planned(
     return make_plan(asked, machine(dollars_per_hour=2.0), measured, guess)
 
 
-def test_a_plan_carries_what_was_foretold_and_it_uses_no_timed_pass() -> None:
+def test_a_plan_carries_its_prediction_which_uses_no_timed_pass() -> None:
     plan = planned()
     estimate = plan.estimate
     assert estimate is not None
@@ -270,14 +270,14 @@ def test_the_totals_interval_knows_that_start_up_is_not_known() -> None:
     assert low < estimate.total_s - 3.0 * (1 - math.exp(-Z_80 * 0.3)) + 1e-9
 
 
-@pytest.mark.parametrize("why", ["a quick look", "a crew"])
-def test_where_start_up_was_not_probed_no_total_is_foretold(why: str) -> None:
-    plan = planned(workers=2) if why == "a crew" else planned(start=None)
+@pytest.mark.parametrize("why", ["a quick look", "a worker group"])
+def test_where_start_up_was_not_probed_no_total_is_predicted(why: str) -> None:
+    plan = planned(workers=2) if why == "a worker group" else planned(start=None)
     assert plan.estimate is not None
     assert set(plan.estimate.intervals) == {"memory_bytes", "step_s", "samples_per_s"}
 
 
-def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
+def test_a_group_learns_no_memory_and_no_certainty_from_single_workers() -> None:
     before = planned(workers=2).estimate
     assert before is not None
     figures = [
@@ -295,7 +295,7 @@ def test_a_crew_learns_from_single_workers_no_memory_and_no_certainty() -> None:
     assert high / low == pytest.approx(wide_high / wide_low)
 
 
-def test_without_a_guess_nothing_is_foretold_and_old_plans_are_read() -> None:
+def test_without_an_analytic_estimate_nothing_is_predicted_and_old_plans_are_read() -> None:
     plan = make_plan(job(), machine(), profile())
     assert plan.estimate is None
     written = plan.model_dump(mode="json")
@@ -303,7 +303,7 @@ def test_without_a_guess_nothing_is_foretold_and_old_plans_are_read() -> None:
     assert Plan.model_validate(written).estimate is None
 
 
-def test_earlier_runs_correct_what_is_foretold_but_not_what_they_are_compared_with() -> None:
+def test_earlier_runs_correct_predictions_but_not_what_they_are_compared_with() -> None:
     before = planned().estimate
     assert before is not None
     figures = [

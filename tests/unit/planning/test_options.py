@@ -28,7 +28,7 @@ OFFERS = (
     Offer("aws", "g4dn", "T4", 1, dollars_per_hour=0.5, regions=("us",)),
     Offer("huawei", "t4", "T4", 1),
 )
-RIGS = {"A100": 0, "T4": 1}
+HARDWARE = {"A100": 0, "T4": 1}
 TIGHTEST = rules(
     pinned={"dp": 1, "fsdp": 4, "tp": 1, "pp": 1}, recompute=(2,), micro_batch=1, zero1=(False,)
 )
@@ -37,9 +37,9 @@ TIGHTEST = rules(
 def make_ask(
     *, spot: bool = False, offers: tuple[Offer, ...] = OFFERS, **changes: object
 ) -> OptionQuery:
-    prices = [Price(RIGS[offer.device], offer, spot=False) for offer in offers]
+    prices = [Price(HARDWARE[offer.device], offer, spot=False) for offer in offers]
     prices += [
-        Price(RIGS[offer.device], offer, spot=True)
+        Price(HARDWARE[offer.device], offer, spot=True)
         for offer in offers
         if spot and offer.spot_dollars_per_hour
     ]
@@ -246,7 +246,7 @@ def test_what_is_free_and_takes_for_ever_is_not_shown_for_being_cheap() -> None:
     assert cost.best.hardware.cloud == HERE
 
 
-def test_a_change_is_foretold_and_checked_afresh() -> None:
+def test_a_change_is_predicted_and_checked_again() -> None:
     best = choose(make_ask(objective="time")).best
     halved = best.replace(tp=2)
     assert halved.layout.tp == 2
@@ -334,11 +334,11 @@ def test_stages_of_a_pipeline_are_kept(stages: int) -> None:
         ({"batch": 10**400}, "batch: expected a whole number from 1 to 2147483647", ""),
         ({"batch": 1}, "batch=1: there is no such layout of 16 devices", "a larger batch"),
         ({"batch": 1, "tp": 2}, "batch=1, tp=2: there is no such", "change fewer of them"),
-        ({"precision": ["bf16"]}, "precision: ['bf16'] cannot be had", "it may be bf16"),
-        ({"recompute": None}, "recompute: None cannot be had", "it may be full"),
+        ({"precision": ["bf16"]}, "precision: ['bf16'] is not possible", "it may be bf16"),
+        ({"recompute": None}, "recompute: None is not possible", "it may be full"),
         ({"tp": 3}, "tp: 3 does not go", "tp may be 1, 2 or 4"),
         ({"micro_batch": 3}, "micro_batch: 3 does not go", "micro_batch may be 1"),
-        ({"precision": "fp64"}, "precision: 'fp64' cannot be had", "it may be bf16"),
+        ({"precision": "fp64"}, "precision: 'fp64' is not possible", "it may be bf16"),
         ({"recompute": "some"}, "recompute: 'some'", "it may be full, none or selective"),
         ({"tpp": 2}, "no 'tpp' to replace", "did you mean 'tp'"),
         ({"pp": 0}, "pp: expected a whole number above 0, got 0", ""),

@@ -181,7 +181,7 @@ def test_a_pipeline_gets_small_micro_batches() -> None:
 def test_a_model_nobody_looked_at_is_only_replicated_or_sharded() -> None:
     assert str(make_plan(spread(devices=2), machine(), profile()).layout) == "dp2"
     with pytest.raises(
-        ModelError, match=r"nobody looked .*start a new run with --devices N"
+        ModelError, match=r"not examined .*start a new run with --devices N"
     ) as caught:
         make_plan(spread(layout="tp2"), machine(), profile())
     assert "start a new run with --devices 2" in str(caught.value.hint)
@@ -251,7 +251,7 @@ def test_every_gpu_is_taken_and_no_more_can_be() -> None:
         make_plan(spread(devices=5), four, profile(facts=FACTS))
 
 
-def test_memory_is_foretold_for_one_worker_as_each_axis_divides_it() -> None:
+def test_memory_is_predicted_for_one_worker_as_each_axis_divides_it() -> None:
     def memory(layout: object) -> float:
         large = FACTS | {"parameters": 10**8, "trainable": 10**8, "state_bytes": 8e8}
         large["layers"] = 12
@@ -280,7 +280,7 @@ def test_copies_kept_for_each_other_take_the_memory_of_a_cpu_only() -> None:
     assert more_bytes({"dp": 2, "zero1": True}) == pytest.approx(4 * (4e6 + 8e6 / 2))
 
 
-def test_more_workers_than_cores_are_not_foretold_to_be_faster() -> None:
+def test_more_workers_than_cores_are_not_predicted_to_be_faster() -> None:
     slow = profile(facts=FACTS, probe_s=1.0, settings=SETTINGS | {"threads": 1})
 
     def step_s(devices: int) -> float:

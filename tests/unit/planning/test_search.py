@@ -96,7 +96,7 @@ def one_point(config: HardwareConfig, precision: str, devices: int, **layout: fl
 
 
 def best_by_loop(asked: LayoutQuery, config: HardwareConfig, nodes: int) -> float:
-    """The least time of any layout that fits, each foretold on its own."""
+    """The least time of any layout that fits, each predicted on its own."""
     devices, least = nodes * config.devices, np.inf
     for precision, rule in asked.rules.items():
         if precision not in config.peak_flops:

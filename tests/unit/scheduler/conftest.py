@@ -18,7 +18,7 @@ def make_world(own_home):
 
 
 @pytest.fixture
-def make_steward():
+def make_scheduler():
     count = 0
 
     def make(world, policy=None, make_estimator=None, scaler=None, **settings):

@@ -43,8 +43,8 @@ class MarketWorld(World):
             if node.name not in absent
         )
 
-    def look(self, run: RunStore) -> RunObservation:
-        observation = super().look(run)
+    def observe(self, run: RunStore) -> RunObservation:
+        observation = super().observe(run)
         name, at = self.lost.get(run.id, ("", -math.inf))
         is_told = not observation.is_alive and self.steady - at < _TOLD_S
         return replace(observation, lost_nodes=(name,)) if is_told else observation

@@ -1,4 +1,4 @@
-"""The steward driven at random through faults: no run lost, none run twice at once, no device leaked.
+"""The scheduler driven at random through faults: no run lost, none run twice at once, no device leaked.
 
 The seed of a failing course is in its name; ``YUNLU_SEED=7`` drives that one course.
 """
@@ -35,14 +35,14 @@ class Course:
     curses = 0.1
     """Runs that crash before their first step."""
 
-    def __init__(self, world, make_steward, seed):
+    def __init__(self, world, make_scheduler, seed):
         self.world, self.chance = world, random.Random(seed)
         # Every fourth course is steered by the pool's own policy, the others by a nervous one.
-        self.make = lambda: make_steward(world, round_s=5.0, **self.choose_policy(seed % 4 == 3))
+        self.make = lambda: make_scheduler(world, round_s=5.0, **self.choose_policy(seed % 4 == 3))
         self.runs = {}
         self.is_calm = False
         self.services = 1
-        self.steward = self.make()
+        self.scheduler = self.make()
         world.meddle = self.meddle
 
     @staticmethod
@@ -60,7 +60,7 @@ class Course:
             self.turn()
             if not self.unfinished() and not self.world.processes:
                 break
-        self.steward.step()
+        self.scheduler.step()
         self.judge_end()
 
     def happen(self):
@@ -96,7 +96,7 @@ class Course:
 
     def turn(self):
         try:
-            self.steward.step()
+            self.scheduler.step()
         except Killed:
             self.restart()
         else:
@@ -109,15 +109,15 @@ class Course:
     def restart(self):
         self.services += 1
         self.world.kill_service()
-        self.steward = self.make()
+        self.scheduler = self.make()
 
     def judge(self):
         assert not self.world.violations
         claimed = dict.fromkeys(self.world.machines, 0)
-        for scheduled in self.steward.registry.scheduled_runs.values():
+        for scheduled in self.scheduler.registry.scheduled_runs.values():
             for name, count in scheduled.allocation.claims.items():
                 claimed[name] += count
-        if not self.steward.registry.scheduled_runs:
+        if not self.scheduler.registry.scheduled_runs:
             return  # a service that has not looked yet
         for name, count in claimed.items():
             if name not in self.world.dead:
@@ -147,8 +147,8 @@ class Course:
     def judge_end(self):
         assert not self.unfinished(), "a run is lost"
         assert not self.world.processes
-        assert not self.steward.registry.scheduled_runs
-        codes = {line["code"] for line in self.steward.pool_store.read_decisions("")}
+        assert not self.scheduler.registry.scheduled_runs
+        codes = {line["code"] for line in self.scheduler.pool_store.read_decisions("")}
         assert "trouble" not in codes, "a policy failed"
         for run in self.runs.values():
             assert register_module.read_allocation(run).claims == {}, "a device is leaked"
@@ -159,16 +159,16 @@ class MarketCourse(Course):
 
     curses = 0.0
 
-    def __init__(self, world, make_steward, seed):
-        super().__init__(world, make_steward, seed)
-        self.make = lambda: make_steward(
+    def __init__(self, world, make_scheduler, seed):
+        super().__init__(world, make_scheduler, seed)
+        self.make = lambda: make_scheduler(
             world,
             scaler=Scaler(world, RULES, prices=PRICES),
             round_s=3.0,
             prices=PRICES,
             **self.choose_policy(seed % 4 != 0),
         )
-        self.steward = self.make()
+        self.scheduler = self.make()
 
     def happen(self):
         spot = self.world.interruptible()
@@ -221,11 +221,11 @@ def spoil_files(world, monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
-    make_world, make_steward, monkeypatch, seed
+    make_world, make_scheduler, monkeypatch, seed
 ):
     world = make_world({"one": 2, "two": 3}, seed=seed, crashes=0.02, kills=0.02, dawdles=0.5)
     spoil_files(world, monkeypatch, seed)
-    progress = Course(world, make_steward, seed)
+    progress = Course(world, make_scheduler, seed)
     print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
     progress.go()
     assert progress.services > 1
@@ -233,7 +233,7 @@ def test_no_fault_loses_a_run_or_runs_it_twice_or_leaks_a_device(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
-    own_home, make_steward, monkeypatch, seed
+    own_home, make_scheduler, monkeypatch, seed
 ):
     monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, scheduled: True)
     own_home.mkdir(exist_ok=True)
@@ -247,7 +247,7 @@ def test_no_interruption_of_spot_loses_a_run_or_blames_it_or_keeps_a_machine(
         cloud={"cloud", "spot-1", "spot-2"},
     )
     spoil_files(world, monkeypatch, seed)
-    progress = MarketCourse(world, make_steward, seed)
+    progress = MarketCourse(world, make_scheduler, seed)
     print(f"seed {seed}")  # noqa: T201 (how to drive the same course again)
     progress.go()
     assert progress.services > 1

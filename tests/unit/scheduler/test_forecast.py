@@ -18,14 +18,14 @@ def job(name, remaining, *, held=0, **more):
     )
 
 
-def tell(jobs, **placements):
+def forecast_of(jobs, **placements):
     given = {name: Placement((("here", count),)) for name, count in placements.items()}
     state = PoolState(now=100.0, nodes=NODES, jobs=tuple(jobs))
     return forecast(state, Decision(placements=given))
 
 
 def test_who_waits_starts_when_enough_have_ended():
-    found = tell(
+    found = forecast_of(
         [job("a", 40, held=2), job("b", 20, held=2), job("c", 40, min_devices=4, asked_devices=4)],
         a=2, b=2,
     )  # fmt: skip
@@ -35,17 +35,19 @@ def test_who_waits_starts_when_enough_have_ended():
 
 
 def test_who_is_given_devices_starts_now():
-    assert tell([job("a", 40)], a=4)["a"].start_at == 100.0
+    assert forecast_of([job("a", 40)], a=4)["a"].start_at == 100.0
 
 
 def test_unknown_length_has_no_end_and_too_large_a_job_no_start():
-    found = tell([job("a", None, held=4), job("b", 1, min_devices=9)], a=4)
+    found = forecast_of([job("a", None, held=4), job("b", 1, min_devices=9)], a=4)
     assert math.isinf(found["a"].end_at)
     assert math.isinf(found["b"].start_at)
 
 
 def test_priority_goes_first():
-    found = tell([job("a", 40, held=4), job("b", 8), job("c", 8, priority=1, min_devices=4)], a=4)
+    found = forecast_of(
+        [job("a", 40, held=4), job("b", 8), job("c", 8, priority=1, min_devices=4)], a=4
+    )
     assert found["c"].start_at <= found["b"].start_at
 
 
@@ -93,7 +95,7 @@ def test_what_is_placed_on_a_machine_that_is_not_there_yet_waits_for_it():
 
 
 def test_nobody_waits_behind_a_run_that_fits_nowhere():
-    found = tell([job("a", 40, held=4), job("b", 8, min_devices=9), job("c", 8)], a=4)
+    found = forecast_of([job("a", 40, held=4), job("b", 8, min_devices=9), job("c", 8)], a=4)
     assert math.isinf(found["b"].start_at)
     assert found["c"].start_at == 110.0
 

@@ -22,7 +22,7 @@ def scheduled(name, shares=(), *, phase=None, pending=None):
     phase = phase or (Phase.RUNNING if shares else Phase.WAITING)
     return ScheduledRun(
         run=SimpleNamespace(id=name),
-        entry=QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, asked=1)),
+        entry=QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, requested=1)),
         allocation=allocation,
         observation=RunObservation(
             state=RunState.RUNNING if shares else RunState.PENDING, is_alive=bool(shares)

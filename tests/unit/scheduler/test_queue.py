@@ -86,7 +86,7 @@ def test_terms_of_a_queued_run_can_be_changed():
 def test_run_outside_of_the_queue_has_no_priority(own_home):
     run = lifecycle.submit(make_job())
     with pytest.raises(StoreError, match="not in the queue"):
-        queue.set_priority(run, 1)
+        queue.change_terms(run, priority=1)
     with pytest.raises(StoreError, match="not in the queue"):
         explain(own_home, run)
     queue.withdraw(run)  # whoever stops any run may say so
@@ -98,7 +98,7 @@ def test_entry_of_another_version_is_refused_with_a_hint():
     (run.path / Document.QUEUE_ENTRY).write_text('{"from": "the future"}')
     with pytest.raises(StoreError, match=r"queue\.json cannot be read") as caught:
         read_entry(run)
-    assert "submit the job anew" in caught.value.hint
+    assert "submit the job again" in caught.value.hint
 
 
 def test_jobs_that_are_equally_fast_have_one_signature():

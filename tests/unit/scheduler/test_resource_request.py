@@ -29,7 +29,7 @@ def job(**parts):
 )
 def test_bounds_follow_the_job_and_what_its_owner_says(parts, bounds, expected):
     request = make_request(job(**parts), **bounds)
-    assert (request.least, request.most, request.asked, request.multiple) == expected
+    assert (request.least, request.most, request.requested, request.multiple) == expected
     assert request.is_rigid == (request.least == request.most)
 
 

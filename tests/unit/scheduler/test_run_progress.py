@@ -16,7 +16,7 @@ def run(tmp_path):
     return open_run(tmp_path / "run")
 
 
-def crew(run, generation, workers, **more):
+def form_group(run, generation, workers, **more):
     ranks = [{"rank": rank, "host": "here"} for rank in range(workers)]
     run.emit(sample(WorkerGroupFormed, generation=generation, ranks=ranks, **more))
 
@@ -39,10 +39,10 @@ def test_step_times_are_told_for_each_number_of_workers(run):
     steps(run, 1, 6, 1, step_s=0.4)
     assert progress.take()
     assert progress.seen("cpu") == ()  # nobody has said yet how many made them
-    crew(run, 1, 2)
+    form_group(run, 1, 2)
     steps(run, 7, 4, 1, step_s=0.4)
     progress.take()
-    crew(run, 2, 4, lost_s=1.5)
+    form_group(run, 2, 4, lost_s=1.5)
     steps(run, 11, 6, 2, step_s=0.25, wait_s=0.05)
     progress.take()
     two, four = progress.seen("cpu")

@@ -50,9 +50,9 @@ def test_run_that_nobody_has_seen_is_not_told_in_another_unit():
 
 @pytest.mark.parametrize(("asked", "least", "given"), [(1, 1, 1), (4, 1, 4), (3, 1, 2), (1, 2, 2)])
 def test_run_of_a_new_program_begins_on_no_more_than_its_owner_asked_for(
-    make_world, make_steward, asked, least, given
+    make_world, make_scheduler, asked, least, given
 ):
     world = make_world({"here": 8}, steps=200)
-    run = world.submit("a", least=least, most=8, asked=asked)
-    make_steward(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
+    run = world.submit("a", least=least, most=8, requested=asked)
+    make_scheduler(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
     assert read_allocation(run).placement.devices == given

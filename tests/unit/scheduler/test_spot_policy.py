@@ -213,18 +213,18 @@ def test_what_a_deadline_means_is_told():
     assert told.reasons["a"].figures == {"market": "idle"}
 
 
-def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_steward, monkeypatch):
+def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_scheduler, monkeypatch):
     monkeypatch.setattr(SpeedEstimates, "is_known", lambda self, scheduled: True)
     world = make_world({"spot": 2, "own": 2}, steps=200, spot={"spot"})
     run = world.submit("a", least=2, most=2)
     # By its model it takes 3,200 s; the world is faster.
     deadline_at = world.wall + 3600
     change_entry(run, deadline_at=deadline_at)
-    steward = make_steward(world, policy=open_policy("yunlu"), round_s=1.0)
+    scheduler = make_scheduler(world, policy=open_policy("yunlu"), round_s=1.0)
 
     def turn(count):
         for _ in range(count):
-            steward.step()
+            scheduler.step()
             world.tick()
             world.check()
         return [*world.process_of(run).shares] if world.process_of(run) else []
@@ -232,12 +232,12 @@ def test_pool_moves_a_run_from_spot_to_on_demand_in_time(make_world, make_stewar
     assert turn(10) == ["spot"]
     world.break_machine("spot")
     assert turn(10) == []
-    assert "waits for spot" in [*steward.pool_store.read_decisions("a")][-1]["text"]
+    assert "waits for spot" in [*scheduler.pool_store.read_decisions("a")][-1]["text"]
     waited = 0
     while not (shares := turn(1)):
         waited += 1
         assert waited < 400
     assert shares == ["own"]
     assert world.wall + 3200 < deadline_at
-    assert "to make its deadline" in [*steward.pool_store.read_decisions("a")][-1]["text"]
+    assert "to make its deadline" in [*scheduler.pool_store.read_decisions("a")][-1]["text"]
     assert not world.violations

@@ -65,11 +65,11 @@ def test_leases_tell_what_they_take_until_they_fall_silent(tmp_path, monkeypatch
     assert dict(read_uses(run, [lead.name]))[lead.name].cores == 0.75
     usage_monitor, scheduled_runs = UsageMonitor(is_local=False), {"run": FakeStand(run)}
     nodes = [Node(name="n1", devices=2), Node(name="n2", devices=2)]
-    assert usage_monitor.look(scheduled_runs, nodes) == {}
+    assert usage_monitor.update(scheduled_runs, nodes) == {}
     assert usage_monitor.usage["run"] == gauge_module.Usage(cores=1.5, memory_bytes=200.0)
     assert usage_monitor.nodes == {"n1": machine, "n2": machine}
     monkeypatch.setattr(gauge_module, "_OLD_S", 0.0)
-    usage_monitor.look(
+    usage_monitor.update(
         scheduled_runs, nodes
     )  # the same words as before: nobody knows whether they are still true
     assert usage_monitor.usage["run"].cores is None

@@ -1,4 +1,4 @@
-"""A world for the steward: real run directories, machines that die, processes that only exist here.
+"""A world for the scheduler: real run directories, machines that die, processes that only exist here.
 
 It does what an executor does, says what a worker says, and notes what must never happen.
 """
@@ -85,7 +85,7 @@ class World:
     cursed: set[str] = field(default_factory=set)
     """Runs that crash before their first step."""
 
-    # What the steward may do (``Hands``).
+    # What the scheduler may do (``RunControl``).
 
     def nodes(self) -> tuple[Node, ...]:
         alive = {name: count for name, count in self.machines.items() if name not in self.dead}
@@ -94,7 +94,7 @@ class World:
             for name, count in alive.items()
         )
 
-    def look(self, run: RunStore) -> RunObservation:
+    def observe(self, run: RunStore) -> RunObservation:
         record = new_record(run)
         assert record is not None
         record = replay(run, record)
@@ -185,7 +185,7 @@ class World:
         )
         record_worker(run, NOBODY)
         run.emit(StateChanged(state="pending", reason="submitted"))
-        bounds = {"least": 1, "most": 4, "asked": 1, **request}
+        bounds = {"least": 1, "most": 4, "requested": 1, **request}
         entry = QueueEntry(
             submitted_at=self.wall,
             request=ResourceRequest(**bounds),

@@ -208,7 +208,7 @@ def test_own_code_is_taken_on_trust_and_never_imported(write):
 def test_a_duplicate_key_is_a_problem_beside_the_others(write):
     assert problems_of(write(f"{GOOD}train:\n  seed: 1\n  l1: x\n  seed: 2\n")) == [
         "line 6, column 7: train.l1: expected a number of at least 0, got 'x'",
-        "line 7, column 3: train.seed: duplicate key; it stands first on line 5",
+        "line 7, column 3: train.seed: duplicate key; first defined on line 5",
     ]
 
 

@@ -157,7 +157,7 @@ def test_every_kind_can_be_measured() -> None:
     assert rate > 0
 
 
-def test_models_tell_what_calls_cost_and_how_much_slower_company_makes() -> None:
+def test_models_predict_call_costs_and_the_slowdown_by_neighbours() -> None:
     assert measure_call(brief()) > 0
     hopeless = pace(rate=1e18), pace("stream", rate=1e18)
     slow = measure_mixed(probe(paces=hopeless, call_s=1e-12), brief(), trials=1)

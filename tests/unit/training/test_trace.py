@@ -72,7 +72,7 @@ def train(run: RunStore, *, steps: int, first_step: int, traced_steps: int) -> S
     return engine
 
 
-def told(run: RunStore, kind: type[EventT]) -> list[EventT]:
+def events_of(run: RunStore, kind: type[EventT]) -> list[EventT]:
     return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
@@ -93,14 +93,14 @@ def test_the_trace_holds_its_own_steps_with_every_phase_in_its_place(run: RunSto
     for one, after in pairwise(PHASES):
         assert spans[f"yunlu.{one}"][0][1] <= spans[f"yunlu.{after}"][0][0]
     assert sum(each["name"] == "aten::addmm" for each in events) == 2
-    (event,) = told(run, TraceWritten)
+    (event,) = events_of(run, TraceWritten)
     assert (event.path, event.steps, event.first_step) == ("traces/trace.json.gz", 2, 4)
 
 
 def test_the_table_accounts_for_all_the_time_of_the_steps(run: RunStore) -> None:
     train(run, steps=8, first_step=3, traced_steps=3)
 
-    (event,) = told(run, TraceWritten)
+    (event,) = events_of(run, TraceWritten)
     phases = {row.name: row for row in event.phases}
     assert [*phases] == [*PHASES, "other"]
     assert sum(row.total_s for row in phases.values()) == pytest.approx(event.wall_s)
@@ -134,7 +134,7 @@ def test_objects_that_cannot_be_wrapped_are_traced_without_their_ranges(run: Run
     with StepTrace(run, first_step=2, steps=1) as watched, with_ranges(engine, watched):  # pyright: ignore[reportArgumentType]
         engine.train()
 
-    (event,) = told(run, TraceWritten)
+    (event,) = events_of(run, TraceWritten)
     assert {row.name: row.total_s for row in event.phases}["forward"] == 0
     assert event.steps == 1
 
@@ -145,15 +145,15 @@ def test_a_run_that_ends_early_has_the_steps_it_did(
 ) -> None:
     train(run, steps=steps, first_step=4, traced_steps=3)
 
-    assert told(run, TraceWritten)[0].steps == traced_steps
+    assert events_of(run, TraceWritten)[0].steps == traced_steps
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_run_that_ends_before_the_first_traced_step_says_so(run: RunStore, steps: int) -> None:
     train(run, steps=steps, first_step=4, traced_steps=2)
 
-    assert told(run, TraceWritten) == []
-    assert "ended before its step 4" in told(run, WarningRaised)[0].message
+    assert events_of(run, TraceWritten) == []
+    assert "ended before its step 4" in events_of(run, WarningRaised)[0].message
 
 
 def test_a_very_long_trace_keeps_its_longest_events(
@@ -165,7 +165,7 @@ def test_a_very_long_trace_keeps_its_longest_events(
     events = drawn(run)
     assert len(events) == 25
     assert {"yunlu.update", "yunlu.forward"} <= {each["name"] for each in events}
-    (event,) = told(run, TraceWritten)
+    (event,) = events_of(run, TraceWritten)
     assert {row.name: row.calls for row in event.table}["aten::addmm"] == 3
 
 
@@ -178,8 +178,8 @@ def test_a_trace_that_cannot_be_written_costs_the_file_and_not_the_run(
     monkeypatch.setattr(Path, "replace", refuse)
     train(run, steps=6, first_step=2, traced_steps=1)
 
-    assert "No space left on device" in told(run, WarningRaised)[0].message
-    (event,) = told(run, TraceWritten)
+    assert "No space left on device" in events_of(run, WarningRaised)[0].message
+    (event,) = events_of(run, TraceWritten)
     assert event.path is None
     assert event.table
     assert [path.name for path in run.path.rglob("*") if path.is_file()] == ["events.jsonl"]

@@ -1,4 +1,4 @@
-"""The log of a crew: nothing of it is lost with whoever wrote it."""
+"""The log of a worker group: nothing of it is lost with whoever wrote it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_what_is_no_value_is_refused_and_the_trial_still_waits() -> None:
         ("0.5", "done", "'0.5', which is not a number"),
         (object, "done", "which is not a number"),
         ([1.0, 2.0], "done", "has 1 objective, and 2 were told"),
-        (None, "done", "no value was told"),
+        (None, "done", "has no value"),
         (1.0, "ended", "cannot be told to be 'ended'"),
     ]
     for value, state, said in refused:

@@ -46,13 +46,13 @@ def trial(seconds: float = 100.0, *, start_s: float = 10.0, spread: float = 1.2)
     return TrialTime(seconds=interval, start_s=start_s, source="a test")
 
 
-def told(request: SearchSpec, **more: Any) -> StudyForecast:
+def predict(request: SearchSpec, **more: Any) -> StudyForecast:
     options: dict[str, Any] = {"rungs": 9, "devices": 4, "trial": trial(), "elastic": False}
     return predict_search(job(), request, **(options | more))
 
 
 def test_whole_trainings_one_after_the_other() -> None:
-    found = told(search(trials=8), devices=1)
+    found = predict(search(trials=8), devices=1)
     assert found.seconds is not None
     assert found.seconds.value == pytest.approx(800.0)
     assert found.seconds.low < 800.0 < found.seconds.high
@@ -85,7 +85,7 @@ def test_halving_counts_its_rungs() -> None:
         Stage(trials=1, rungs=6),
     )
     assert course.rungs == 21
-    assert told(request).share == pytest.approx(21 / 81)
+    assert predict(request).share == pytest.approx(21 / 81)
 
 
 def test_hyperband_has_brackets_that_begin_later() -> None:
@@ -97,7 +97,7 @@ def test_hyperband_has_brackets_that_begin_later() -> None:
 
 def test_the_budget_buys_as_many_trials_as_it_pays_for() -> None:
     # 3.60 dollars an hour for 4 devices: one device-second costs 0.00025.
-    found = told(search(budget=1.0), dollars_per_hour=3.6)
+    found = predict(search(budget=1.0), dollars_per_hour=3.6)
     assert (found.bound, found.trials.value) == ("budget", 40.0)
     assert found.trials.low < 40 < found.trials.high
     assert found.dollars is not None
@@ -106,24 +106,24 @@ def test_the_budget_buys_as_many_trials_as_it_pays_for() -> None:
 
 
 def test_the_tightest_limit_bounds() -> None:
-    found = told(search(budget=1.0, trials=10, deadline="1h"), dollars_per_hour=3.6)
+    found = predict(search(budget=1.0, trials=10, deadline="1h"), dollars_per_hour=3.6)
     assert (found.bound, found.trials.value) == ("trials", 10.0)
-    found = told(search(trials=1000, deadline="10min"), devices=1)
+    found = predict(search(trials=1000, deadline="10min"), devices=1)
     assert (found.bound, found.trials.value) == ("deadline", 6.0)
     assert found.seconds is not None
     assert found.seconds.high <= 600.0
 
 
 def test_without_a_price_the_budget_says_nothing() -> None:
-    found = told(search(budget=5.0, trials=3))
+    found = predict(search(budget=5.0, trials=3))
     assert found.dollars is None
     assert any("no price" in note for note in found.notes)
 
 
 def test_without_any_limit_an_example_is_told() -> None:
-    found = told(search())
+    found = predict(search())
     assert (found.bound, found.trials.value) == ("nothing", EXAMPLE_TRIALS)
-    assert any("nothing bounds" in note for note in found.notes)
+    assert any("has no limit" in note for note in found.notes)
 
 
 def test_a_machine_that_nobody_measured_tells_no_time(
@@ -131,7 +131,7 @@ def test_a_machine_that_nobody_measured_tells_no_time(
 ) -> None:
     monkeypatch.setenv("YUNLU_CACHE", str(tmp_path))
     assert find_trial_time(job(), devices=2) is None
-    found = told(search(trials=5), trial=None)
+    found = predict(search(trials=5), trial=None)
     assert found.seconds is None
     assert "first trials will tell" in " ".join(found.lines())
 
@@ -189,11 +189,11 @@ def test_a_space_with_an_end_is_counted() -> None:
     space = {"train.batch": [16, 32, 64], "model.args.layers": "1 .. 4"}
     request = search(method="grid", space=space)
     assert count_space(request) == 12
-    found = told(request)
+    found = predict(request)
     assert (found.bound, found.trials.value) == ("space", 12.0)
     assert any("12 settings" in note for note in found.notes)
-    assert told(search(space=space, trials=50)).trials.value == 12.0
-    assert told(search(space=space, trials=5)).bound == "trials"
+    assert predict(search(space=space, trials=50)).trials.value == 12.0
+    assert predict(search(space=space, trials=5)).bound == "trials"
     assert count_space(search()) is None
     rates = {"train.optimizer.lr": "1e-4 .. 1e-1 log count 4"}
     assert count_space(search(method="grid", space=rates)) == 4
@@ -205,17 +205,17 @@ def test_a_space_with_an_end_is_counted() -> None:
 
 def test_a_population_is_as_large_as_its_rule_says() -> None:
     stop = {"name": "pbt", "population": 8, "every": 3, "share": 0.25}
-    found = told(search(trials=100, stop=stop))
+    found = predict(search(trials=100, stop=stop))
     # Two are replaced at the third and at the sixth of nine rungs; eight train all the time.
     assert (found.trials.value, found.bound) == (12, "population")
     assert found.share * 12 == pytest.approx(8)
-    assert told(search(trials=9, stop=stop)).bound == "trials"
-    assert told(search(trials=4, stop=stop)).share == pytest.approx(1)
+    assert predict(search(trials=9, stop=stop)).bound == "trials"
+    assert predict(search(trials=4, stop=stop)).share == pytest.approx(1)
 
 
 def test_varied_models_make_the_interval_wider() -> None:
     def width(space: dict[str, Any]) -> float:
-        found = told(search(trials=10, space=space)).seconds
+        found = predict(search(trials=10, space=space)).seconds
         assert found is not None
         return found.high / found.low
 
@@ -227,7 +227,7 @@ def test_varied_models_make_the_interval_wider() -> None:
 @pytest.mark.parametrize("stop", ["none", "asha", "hyperband", "median", "patience"])
 def test_shares_that_change_are_never_slower(stop: str) -> None:
     request = search(stop=stop, trials=27)
-    static, elastic = told(request), told(request, elastic=True)
+    static, elastic = predict(request), predict(request, elastic=True)
     assert static.seconds is not None
     assert elastic.seconds is not None
     assert elastic.seconds.value <= static.seconds.value * 1.001
@@ -266,5 +266,5 @@ def test_our_own_method_trains_a_part_of_each_trial() -> None:
 
 
 def test_it_survives_a_trip_through_json() -> None:
-    found = told(search(budget=1.0), dollars_per_hour=3.6)
+    found = predict(search(budget=1.0), dollars_per_hour=3.6)
     assert StudyForecast.model_validate_json(found.model_dump_json()) == found

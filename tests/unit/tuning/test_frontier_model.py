@@ -86,7 +86,7 @@ def test_stations_end_with_the_training() -> None:
     assert find_milestones(5, 0.06, 1.4) == [1, 2, 3, 4, 5]
 
 
-def test_paces_are_foretold_from_settings() -> None:
+def test_paces_are_predicted_from_settings() -> None:
     encoder = Encoder((Dimension(name="width", low=1, high=256, log=True),))
     trials = [
         Trial(

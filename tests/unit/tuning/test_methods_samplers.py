@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, MissingPartError
 from yunlu.lab.tuning.replay import replay
+from yunlu.spec.constraints import read_constraint
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning.methods.factory import (
     make_method,
@@ -23,7 +24,7 @@ from yunlu.tuning.methods.factory import (
 from yunlu.tuning.methods.grid import GridSampler, list_settings
 from yunlu.tuning.methods.optuna_samplers import OptunaSampler, distribution_of
 from yunlu.tuning.methods.samplers import CmaEsSampler, RandomSampler, SettingDraws, SobolSampler
-from yunlu.tuning.space import drop_absent, is_allowed, key_of, list_values, make_dimensions
+from yunlu.tuning.space import drop_absent, key_of, list_values, make_dimensions
 from yunlu.tuning.values import (
     Dimension,
     EndStudy,
@@ -58,7 +59,7 @@ def search(**options: Any) -> SearchSpec:
 
 
 def allows(params: Params) -> bool:
-    return is_allowed(params, CONSTRAINTS)
+    return all(read_constraint(text).holds(params) for text in CONSTRAINTS)
 
 
 def value_of(params: Params) -> float:

@@ -185,7 +185,7 @@ def test_studies_are_found_by_name_and_told_apart() -> None:
             check_name(name)
 
 
-def test_a_conductor_that_vanished_leaves_a_stopped_study() -> None:
+def test_a_study_runner_that_vanished_leaves_a_stopped_study() -> None:
     records = make_records()
     status = records.dir.read_status()
     assert status.state == "stopped"

@@ -129,9 +129,9 @@ def test_the_pace_of_trials_is_read_from_their_runs(own_home: Path) -> None:
     run = LocalSlots(2).submit(make_job())
     run.emit(sample(AttemptStarted, number=1))
     run.emit(sample(PlanMade, batch=8, micro_batch=8, steps=90))
-    crews = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
+    groups = [(0, 1, range(1, 11), 1.0), (1, 2, range(11, 21), 0.6)]
     with (run.path / Log.METRICS).open("w") as metrics:
-        for generation, workers, steps, step_s in crews:
+        for generation, workers, steps, step_s in groups:
             ranks = [{"host": "here"}] * workers
             lost_s = 3.0 if generation else None
             run.emit(sample(WorkerGroupFormed, generation=generation, ranks=ranks, lost_s=lost_s))

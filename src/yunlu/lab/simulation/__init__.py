@@ -1,1 +1,1 @@
-"""Replays recorded workloads against measured profiles, with the policies that run live."""
+"""Replays recorded workloads on measured profiles, with the policies of the live pool."""

@@ -1,4 +1,4 @@
-"""Which machines a simulated pool has."""
+"""Nodes of a simulated pool."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_NODES = 100_000
 
 
 class NodeGroup(Value):
-    """Some machines alike."""
+    """Identical nodes."""
 
     count: int = Field(gt=0)
     devices: int = Field(gt=0)
-    """On each of them."""
+    """Devices per node."""
     type: str = "device"
     dollars_per_hour: float = Field(default=0.0, ge=0)
-    """Of one machine."""
+    """Price of one node."""
     domain: str = ""
 
 
@@ -37,7 +37,7 @@ class ClusterFile(Value):
 
 
 def parse_cluster(text: str) -> tuple[Node, ...]:
-    """The machines that ``16x4``, ``6x4:t4+2x8:a100`` or a YAML file means."""
+    """Nodes of ``16x4``, ``6x4:t4+2x8:a100`` or a YAML file."""
     if text.endswith((".yaml", ".yml")):
         return build_cluster(_load(Path(text)).nodes)
     groups: list[NodeGroup] = []
@@ -56,7 +56,7 @@ def parse_cluster(text: str) -> tuple[Node, ...]:
 
 
 def build_cluster(groups: list[NodeGroup]) -> tuple[Node, ...]:
-    """Machines with names, in order."""
+    """Named nodes, in order."""
     if sum(group.count for group in groups) > _MOST_NODES:
         raise SimulationError(
             f"--cluster: more than {_MOST_NODES:,} nodes cannot be simulated.", hint=_HINT

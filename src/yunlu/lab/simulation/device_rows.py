@@ -1,4 +1,4 @@
-"""Which very devices a job held: a placement says only how many on which node."""
+"""Individual devices of each job: a placement says only how many on which node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DeviceBlock = tuple[int, int, float, float]
 
 
 def assign_device_rows(outcome: SimulationResult) -> list[list[DeviceBlock]]:
-    """For each job, blocks of devices over time; no two jobs share one."""
+    """For each job, blocks of devices over time; no two jobs share a device."""
     rows = _DeviceRows(outcome)
     changes = sorted(
         (
@@ -29,7 +29,7 @@ def assign_device_rows(outcome: SimulationResult) -> list[list[DeviceBlock]]:
     )
     for at, group in groupby(changes, key=itemgetter(0)):
         now = list(group)
-        # All give back before anybody takes.
+        # Devices are released before any are taken.
         for _, job, _ in now:
             rows.release(job, at)
         for _, job, placement in now:
@@ -67,7 +67,7 @@ class _DeviceRows:
 
 
 def _join(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Neighbouring slots as one block: from, and one past."""
+    """Neighbouring slots as one block: start and end."""
     blocks: list[tuple[int, int]] = []
     for slot in slots:
         if blocks and blocks[-1][1] == slot:

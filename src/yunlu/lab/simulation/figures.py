@@ -1,4 +1,4 @@
-"""Figures of simulated outcomes: who held which devices, completion times, queue, cost."""
+"""Figures of simulation results: device timeline, completion times, queue, cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_plot_directory(directory: Path) -> None:
 
 
 def write_plots(runs: Mapping[str, Sequence[SimulationResult]], directory: Path) -> list[Path]:
-    """Plot the outcomes of each policy (by name) on each workload; the paths of the files."""
+    """Plot the results of each policy (by name) on each workload; returns the files."""
     check_plot_directory(directory)
     paths: list[Path] = []
 
@@ -54,7 +54,7 @@ def write_plots(runs: Mapping[str, Sequence[SimulationResult]], directory: Path)
         write_atomically(directory / name, content)
         paths.append(directory / name)
 
-    for outcomes in zip(*runs.values(), strict=True):  # side by side, an hour is as long in each
+    for outcomes in zip(*runs.values(), strict=True):  # the same time scale in all of them
         until_s = max(outcome.makespan_s for outcome in outcomes)
         for name, outcome in zip(runs, outcomes, strict=True):
             figure = allocation_figure(outcome, until_s=until_s)
@@ -81,7 +81,7 @@ def allocation_figure(outcome: SimulationResult, *, until_s: float | None = None
             start=start / _HOUR_S,
             end=end / _HOUR_S,
             colour=colours[job.application],
-            # Neighbours of one application differ a little, so that jobs can be told apart.
+            # Jobs of one application differ slightly in shade.
             opacity=_SHADES[order % len(_SHADES)],
         )
         for order, (job, seats) in enumerate(
@@ -113,7 +113,7 @@ def allocation_figure(outcome: SimulationResult, *, until_s: float | None = None
 
 
 def completion_figure(runs: Mapping[str, Sequence[SimulationResult]]) -> LineFigure:
-    """Share of jobs that took no longer than so long; a line for each policy, its mean marked."""
+    """Cumulative share of jobs by completion time; a line per policy, its mean marked."""
     series: list[Series] = []
     slowest = 1.0
     for colour, (name, outcomes) in enumerate(runs.items(), 1):
@@ -146,7 +146,7 @@ def completion_figure(runs: Mapping[str, Sequence[SimulationResult]]) -> LineFig
 
 
 def queue_figures(outcomes: Mapping[str, SimulationResult]) -> tuple[LineFigure, LineFigure]:
-    """Jobs without devices over time, and below them all that have not ended."""
+    """Jobs without devices over time, and below all unfinished jobs."""
     workload = next(iter(outcomes.values())).workload
     waiting, unfinished = list[Series](), list[Series]()
     for colour, (name, outcome) in enumerate(outcomes.items(), 1):

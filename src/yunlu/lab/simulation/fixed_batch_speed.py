@@ -1,4 +1,4 @@
-"""The true speed of a job that keeps the batch its owner asked for."""
+"""True speed of a job with the batch that its owner asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FixedBatchSpeed:
-    """What policies are told that do not learn: the tables themselves, in the current epoch."""
+    """Speed for policies that do not learn: the measured tables, in the current epoch."""
 
     def __init__(
         self, application: Application, batch: int, devices_per_node: Mapping[str, int]
@@ -33,7 +33,7 @@ class FixedBatchSpeed:
 
     @property
     def steps_left(self) -> float:
-        """Of the epochs after this one, and at least one: as Optimus counts them."""
+        """Steps of the epochs after this one, at least one: as Optimus counts them."""
         last = self._application.epochs - 1
         if last <= self.epoch:
             return 1.0
@@ -41,7 +41,7 @@ class FixedBatchSpeed:
         return steps(self._batch, last) - steps(self._batch, self.epoch)
 
     def step_s(self, device_type: str, nodes: int, devices: int) -> float | None:
-        """Seconds of a whole step of devices packed onto nodes; None where it cannot run."""
+        """Step time of devices packed onto nodes; None where it cannot run."""
         key = (device_type, nodes, devices)
         if key not in self._steps:
             self._steps[key] = self._find(*key)
@@ -50,13 +50,13 @@ class FixedBatchSpeed:
     def goodput(
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Useful samples a second, of devices packed onto nodes."""
+        """Useful samples per second of devices packed onto nodes."""
         both = np.broadcast(nodes, devices)
         rates = [self._rate(device_type, int(node), int(count)) for node, count in both]
         return np.array(rates, dtype=np.float64).reshape(both.shape)
 
     def split(self, device_type: str, shape: Shape) -> BatchSplit | None:
-        """How the batch is cut up there; None where nothing was measured."""
+        """Split of the batch there; None where nothing was measured."""
         key = (device_type, shape)
         if key not in self._batches:
             self._batches[key] = self._split(*key)
@@ -93,7 +93,7 @@ class FixedBatchSpeed:
         limits, devices = self._application.limits, sum(shape)
         limits = replace(limits, local_most=min(limits.local_most, times.local_most))
         batch = split_batch(limits, self._batch, devices)
-        # A device with less memory was measured with smaller batches only: more passes, then.
+        # A device with less memory was measured with smaller batches only: more passes.
         while batch.local >= 1 and times.find(shape, batch.local) is None:
             if batch.local <= times.local_least:
                 return None
@@ -102,7 +102,7 @@ class FixedBatchSpeed:
         return batch if batch.local >= 1 else None
 
     def _shape(self, device_type: str, nodes: int, devices: int) -> Shape:
-        """Full nodes first; as even as can be where more nodes are used than needed."""
+        """Full nodes first; as even as possible where more nodes are used than needed."""
         size = self._devices_per_node.get(device_type, devices)
         full, rest = divmod(devices, size)
         if full + (rest > 0) == nodes:

@@ -1,4 +1,4 @@
-"""One job of a simulated pool: it trains as measured, and is known as a live job would be."""
+"""One job of a simulated pool: trains as measured, and is observed as a live job would be."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Speed
 
 _OVERRUN = 0.05
-"""A job is never said to be nearer to its end than this share of its declared length."""
+"""Least remaining share of its declared length that a job reports."""
 
 
 class SimulatedJob:
-    """Where a job stands. Time passes for it only through ``advance``."""
+    """State of a job. Time passes for it only through ``advance``."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SimulatedJob:
         self.submission, self.application = submission, application
         self.ended_at: float | None = None
         self.retry_at: float | None = None
-        """When it may ask again after a crash."""
+        """When it may be started again after a crash."""
         self.crashes = 0
         self.placement: Placement = NOTHING
         self._starts = 0
@@ -69,9 +69,9 @@ class SimulatedJob:
         self._batch = BatchSplit(0)
         self._rate = 0.0
         self._is_stale = True
-        """Whether the rate must be found anew."""
+        """Whether the rate must be computed again."""
         self._news: tuple[StepTiming, GradientNoise] | None = None
-        """What its next step will show; nobody may know it before."""
+        """Observations of its next step; not visible before that step."""
         self._restart_left_s: float = 0
         self._held_since: float | None = None
         self._crashes_at = job_faults.crashes_at * application.length
@@ -98,7 +98,7 @@ class SimulatedJob:
         return self._restart_left_s > 0
 
     def demand(self) -> Demand:
-        """What a policy may know of it."""
+        """What a policy may know about it."""
         requested, limits = self.submission, self.application.limits
         most = self.application.max_devices
         if self._estimator is None:
@@ -159,7 +159,7 @@ class SimulatedJob:
             clock, left = clock + spent, left - spent
             if has_news and self._shape:
                 self._choose_batch()
-        # What is left after its end is not its own; a crash has given its devices back already.
+        # Time after its end is not its own; a crash has released its devices already.
         self.served_device_s += (clock - start) * self._devices
         if not self._shape:
             self._devices = 0
@@ -180,7 +180,7 @@ class SimulatedJob:
         return self._restart_left_s + max(1, round((end - self._progress) / self._rate))
 
     def _train(self, seconds: float, rate: float, clock: float) -> float:
-        """Up to the end of the span, of the epoch, or of luck; the seconds it took."""
+        """Train to the end of the span, of the epoch, or to a crash; returns the seconds."""
         end = self.application.ends[self._epoch + 1]
         if self._crashes_at < end:
             reached = self._progress + rate * seconds
@@ -211,7 +211,7 @@ class SimulatedJob:
         self.history.append((at, NOTHING))
 
     def _measure(self) -> None:
-        """Find the true rate, and what the job itself will see of it."""
+        """Compute the true rate, and what the job would measure of it."""
         application, batch = self.application, self._batch
         times = application.times[self._device_type].find(self._shape, batch.local)
         if times is None:
@@ -238,7 +238,7 @@ class SimulatedJob:
         self._news = (timing, noise)
 
     def _note(self) -> bool:
-        """Note what was measured, once its first step is made; whether there was something."""
+        """Record the measurement once its first step is made; returns whether there was one."""
         if self._news is None:
             return False
         timing, noise = self._news
@@ -282,7 +282,7 @@ class SimulatedJob:
         return self._model
 
     def _remaining(self) -> float:
-        """As declared, less what is done; who runs beyond it is taken to be half way."""
+        """Declared minus done; a job beyond its declared length is taken to be half way."""
         declared = self.application.length * self._job_faults.declared_factor
         left = max(declared - self._progress, self._progress - declared, _OVERRUN * declared)
         if self._job_faults.declared_factor == 1.0:

@@ -1,4 +1,4 @@
-"""What a pool would have noted of a job while it ran, and of all jobs like it."""
+"""Observations of a job while it runs, and of all jobs of its application."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int, int, int]
 _REPEATS = 4
-"""So many measurements of one configuration are averaged; more would change little."""
+"""Number of measurements of one configuration that are averaged."""
 
 
 @dataclass(slots=True)
 class SharedObservations:
-    """What all jobs of one application have seen."""
+    """Observations of all jobs of one application."""
 
     timings: dict[Key, StepTiming] = field(default_factory=dict[Key, StepTiming])
     noise: dict[int, NoisePoint] = field(default_factory=dict[int, NoisePoint])
@@ -27,21 +27,21 @@ class SharedObservations:
     _stale: tuple[bool, bool] = (False, False)
 
     def add_timing(self, key: Key, timing: StepTiming) -> None:
-        """The first of a configuration counts: what a job has fitted should not shake."""
+        """The first of a configuration counts, so that fits stay stable."""
         if key not in self.timings:
             self.timings[key] = timing
             self.version += 1
             self._stale = (True, self._stale[1])
 
     def add_noise(self, epoch: int, point: NoisePoint) -> None:
-        """The first that gets as far tells the others."""
+        """The first at each progress counts."""
         if epoch not in self.noise:
             self.noise[epoch] = point
             self.version += 1
             self._stale = (self._stale[0], True)
 
     def read(self) -> tuple[tuple[StepTiming, ...], tuple[NoisePoint, ...]]:
-        """Both; the very same objects while nothing is added to them."""
+        """Both; the same objects while nothing is added."""
         timings, noise = self._stale
         if timings:
             self._timings = tuple(self.timings.values())
@@ -52,7 +52,7 @@ class SharedObservations:
 
 
 class JobObservations:
-    """What was seen of one job."""
+    """Observations of one job."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class JobObservations:
         batch: BatchSplit,
         averages: bool,
     ) -> None:
-        """Note one measurement."""
+        """Add one measurement."""
         key: Key = timing[:4]
         known = self._timings.get(key)
         if known is None:
@@ -103,7 +103,7 @@ class JobObservations:
                 self._shared.add_noise(epoch, point)
 
     def read(self) -> Observations:
-        """As one value; the very same object while nothing is new."""
+        """As one value; the same object while nothing is new."""
         shared = self._shared
         is_new = any(self._stale) or self._seen is None
         if shared is not None and shared.version != self._shelf_version:

@@ -1,4 +1,4 @@
-"""Step times of models that are cut into stages: several devices hold one copy, and share its micro-batches.
+"""Step times of pipeline-parallel models: several devices hold one copy and share its micro-batches.
 
 The tables of such an application (``gpt_pmp`` in the artifact of Sia, SOSP'23) tell for each shape how
 long one stage takes forward with one micro-batch of so many samples, and how long copies take to sum

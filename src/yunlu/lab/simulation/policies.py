@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPolicy:
-    """A policy with all that it needs, new and without notes."""
+    """A new policy with everything it needs."""
 
     name: str
     policy: Policy
@@ -33,7 +33,7 @@ class SimulatedPolicy:
     declares_length: bool = True
 
     def adapt_rules(self, rules: SimulationRules) -> SimulationRules:
-        """The rules of a run, as far as they are this policy's own."""
+        """The simulation rules as this policy needs them."""
         return replace(
             rules,
             is_shared=self.is_shared,
@@ -68,7 +68,7 @@ POLICIES: Mapping[str, Callable[[], SimulatedPolicy]] = {
 
 
 def make_policy(name: str) -> SimulatedPolicy:
-    """A known policy, or one's own: ``module:Class`` with ``decide``, and perhaps ``estimator``."""
+    """A known policy, or a user's: ``module:Class`` with ``decide`` and optionally ``estimator``."""
     if name in POLICIES:
         return POLICIES[name]()
     if not names_object(name):

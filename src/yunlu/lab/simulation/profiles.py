@@ -1,4 +1,4 @@
-"""Applications as they were measured: how long steps take, and how training converges.
+"""Measured applications: step times and convergence.
 
 The format is that of the artifact of Pollux (OSDI'21): a directory for each application with
 ``placements.csv``, ``scalability.csv`` and ``validation-BATCH.csv``.
@@ -28,18 +28,18 @@ _COLUMNS = ("progress", "iteration", "grad_sqr", "grad_var")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationFacts:
-    """What the tables of an application do not say."""
+    """Properties that an application's tables do not hold."""
 
     epochs: int | None = None
-    """How long it trains; without a word, as long as was measured."""
+    """Length of its training; default: as long as was measured."""
     local_most: int | None = None
     batch: int | None = None
-    """Elastic policies must keep this batch."""
+    """Fixed batch of elastic policies."""
     max_devices: int | None = None
     stages: Mapping[str, int] | None = None
-    """By type of devices: so many hold one copy of the model, as a pipeline; none on other types."""
+    """By device type: pipeline stages of one copy of the model; 1 on other types."""
     micro_batches: int = 48
-    """Of one pass of a pipeline."""
+    """Micro-batches of one pipeline pass."""
 
 
 _KNOWN: Mapping[str, ApplicationFacts] = {
@@ -51,42 +51,42 @@ _KNOWN: Mapping[str, ApplicationFacts] = {
     "ncf": ApplicationFacts(epochs=10, batch=32768, max_devices=1),
     "yolov3": ApplicationFacts(epochs=50, local_most=8),
 }
-"""Of the applications of Pollux's and Sia's artifacts; ``facts.yaml`` in a directory says it for others."""
+"""Applications of Pollux's and Sia's artifacts; others have ``facts.yaml`` in their directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCurve:
-    """A training at one whole batch: at the end of each epoch."""
+    """A training run at one global batch: values at the end of each epoch."""
 
     progress: tuple[float, ...]
-    """Steps of the base batch that would have brought it as far."""
+    """Equivalent steps at the base batch."""
     steps: tuple[float, ...]
     noise: tuple[GradientNoise, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One kind of job."""
+    """One application."""
 
     name: str
     times: Mapping[str, StepTimes]
-    """By type of devices."""
+    """By device type."""
     trainings: Mapping[int, TrainingCurve]
-    """By whole batch, ascending."""
+    """By global batch, ascending."""
     epochs: int
     limits: BatchLimits
     max_devices: int
     ends: tuple[float, ...]
     """Progress at the start of each epoch and at the end of the last."""
     stages: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By type of devices: how many hold one copy of the model, where that is more than one."""
+    """By device type: devices per copy of the model, where more than one."""
     _noise: dict[tuple[int, int], GradientNoise] = field(
         default_factory=dict[tuple[int, int], GradientNoise]
     )
 
     @property
     def multiple(self) -> int:
-        """What numbers of devices have in common that it can use."""
+        """Greatest common divisor of its usable numbers of devices."""
         return math.gcd(*self.stages.values()) if self.stages else 1
 
     @property
@@ -95,7 +95,7 @@ class Application:
         return self.ends[self.epochs]
 
     def noise(self, batch: int, epoch: int) -> GradientNoise:
-        """Statistics in an epoch, linear in the batch between measured trainings."""
+        """Gradient statistics in an epoch, linear in the batch between measured trainings."""
         key = (batch, epoch)
         known = self._noise.get(key)
         if known is None:
@@ -129,7 +129,7 @@ class Profiles:
     applications: Mapping[str, Application]
 
     def find(self, name: str) -> Application:
-        """The application, or an error that tells which there are."""
+        """The application, or an error that lists the known ones."""
         if name not in self.applications:
             raise _unknown(name, self.applications)
         return self.applications[name]
@@ -214,7 +214,7 @@ def _load_times(directory: Path, kind: str, suffix: str, facts: ApplicationFacts
         return load_step_times(directory, suffix)
     if kind not in facts.stages:
         raise SimulationError(
-            f"{directory}: it is a pipeline, and nobody says of how many stages on {kind}.",
+            f"{directory}: it is a pipeline, and its number of stages is missing on {kind}.",
             hint="say it in facts.yaml: stages: {TYPE: COUNT}",
         )
     return load_pipeline_times(
@@ -250,7 +250,7 @@ def _load_training(path: Path) -> TrainingCurve:
 
 
 def load_facts(directory: Path) -> ApplicationFacts:
-    """What is known of an application beside its tables: from ``facts.yaml``, or built in."""
+    """Properties of an application beside its tables: from ``facts.yaml``, or built in."""
     path = directory / "facts.yaml"
     if not path.exists():
         return _KNOWN.get(directory.name, ApplicationFacts())

@@ -1,4 +1,4 @@
-"""What came of a workload under a policy."""
+"""Result of a workload under a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How one job fared."""
+    """Result of one job."""
 
     name: str
     application: str
@@ -22,7 +22,7 @@ class JobResult:
     restarts: int
     device_s: float
     placements: tuple[tuple[float, Placement], ...]
-    """What it held from when on; nothing after its end."""
+    """Placements over time; none after its end."""
     crashes: int = 0
 
     @property
@@ -32,7 +32,7 @@ class JobResult:
 
     @property
     def wait_s(self) -> float:
-        """Until it first held devices."""
+        """Seconds until it first held devices."""
         return self.placements[0][0] - self.submitted_at
 
 
@@ -51,7 +51,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """How all of them fared."""
+    """Results of all jobs."""
 
     workload: str
     policy: str
@@ -61,17 +61,17 @@ class SimulationResult:
 
     @property
     def jct_s(self) -> dict[str, float]:
-        """Of each job by name."""
+        """By job name."""
         return {job.name: job.jct_s for job in self.jobs}
 
     @property
     def average_s(self) -> float:
-        """Mean time of completion."""
+        """Mean completion time."""
         return sum(job.jct_s for job in self.jobs) / len(self.jobs)
 
     @property
     def makespan_s(self) -> float:
-        """When the last job ends, counted from the workload's own zero."""
+        """End of the last job, from the workload's zero."""
         return max(job.ended_at for job in self.jobs)
 
     @property
@@ -81,21 +81,21 @@ class SimulationResult:
 
     @property
     def device_hours(self) -> float:
-        """That jobs held, restarts and all."""
+        """Device-hours held, restarts included."""
         return sum(job.device_s for job in self.jobs) / 3600
 
     @property
     def dollars(self) -> float:
-        """What the nodes cost until the last job ended, idle or not."""
+        """Cost of the nodes until the last job ended, idle or not."""
         return sum(node.dollars_per_hour for node in self.nodes) * self.makespan_s / 3600
 
     @property
     def decision_cpu_s(self) -> float:
-        """Of one round, on average."""
+        """Mean CPU time of one round."""
         return sum(one_round.decision_cpu_s for one_round in self.rounds) / max(len(self.rounds), 1)
 
     def percentile_s(self, percent: float) -> float:
-        """Of the times of completion."""
+        """Percentile of completion times."""
         return float(np.percentile([job.jct_s for job in self.jobs], percent))
 
     def summary(self) -> dict[str, Any]:

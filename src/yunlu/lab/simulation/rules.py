@@ -1,4 +1,4 @@
-"""How a simulated pool works, and what goes wrong in it."""
+"""Rules of a simulated pool, and its faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRules:
-    """How time passes. The defaults are those of Pollux's own simulator."""
+    """Timing rules. The defaults are those of Pollux's own simulator."""
 
     interval_s: float = 60
     """A decision is made this often."""
@@ -24,30 +24,30 @@ class SimulationRules:
     """A job whose devices change holds the new ones this long without progress."""
     restart_s_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
     slowdown_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What every rate is divided by: the measured system against the profiled one."""
+    """Factor on step times: the measured system against the profiled one."""
     restarts_on_move: bool = True
-    """Whether the same shape on other nodes of the same type is a restart, too."""
+    """Whether a move to other nodes of the same type and shape is a restart too."""
     declares_length: bool = True
-    """Whether policies are told how much is left of a job."""
+    """Whether policies know the remaining length of a job."""
     is_shared: bool = False
-    """Whether jobs of one application learn from each other's timings and noise."""
+    """Whether jobs of one application share timings and noise."""
     limit_s: float = 120 * 86400
-    """A policy that has not ended all jobs by then never will."""
+    """The simulation fails if a policy has not ended all jobs by then."""
     idle_limit_s: float = 86400
-    """Nor will one that for so long gives nothing to anybody, though jobs wait."""
+    """The simulation fails if a policy gives out nothing for this long while jobs wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What is not as it should be; the same for the same seed."""
+    """Random faults; the same for the same seed."""
 
     seed: int = 0
     length_error: float = 1.0
     """Declared lengths are wrong by a factor between 1/this and this, log-uniform."""
     crash_share: float = 0.0
-    """Of the jobs, that crash once, somewhere on their way."""
+    """Share of jobs that crash once, at a random point."""
     retry_s: float = 30.0
-    """How long a crashed job waits before it asks for devices again."""
+    """Seconds before a crashed job is queued again."""
     checkpoint_s: float = 300.0
     """A crash loses what was trained since the last checkpoint, made this often."""
     step_noise: float = 0.0
@@ -58,7 +58,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFaults:
-    """What is in store for one job."""
+    """Faults of one job."""
 
     declared_factor: float = 1.0
     crashes_at: float = math.inf
@@ -67,7 +67,7 @@ class JobFaults:
 
 
 def draw_faults(faults: Faults, count: int) -> Sequence[JobFaults]:
-    """One for each job, in the order of the workload; each kind of trouble has its own dice."""
+    """Faults of each job, in the order of the workload; each kind has its own random stream."""
     lengths, crashes = (np.random.default_rng((faults.seed, kind)) for kind in range(2))
     spread = math.log(faults.length_error)
     factors = np.exp(lengths.uniform(-spread, spread, count)) if spread > 0 else np.ones(count)

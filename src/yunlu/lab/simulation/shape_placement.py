@@ -1,4 +1,4 @@
-"""Puts shapes onto the nodes of their kind."""
+"""Places shapes onto the nodes of their group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def place_shapes(
     jobs: Sequence[Demand], picks: Sequence[int | None], shapes: ShapeTable
 ) -> dict[str, Placement]:
-    """Where each job is, whose shape is not None. The shapes fit their kinds by number."""
+    """Placement of each job with a shape. The shapes fit their groups by number."""
     placements: dict[str, Placement] = {}
     for index, group in enumerate(shapes.groups):
         own = {node.name for node in group.nodes}

@@ -1,4 +1,4 @@
-"""What Sia's scheduler believes of a job: one model per type, others told by the speed of one device."""
+"""Speed model of Sia's scheduler: one fit per type; other types are projected by the speed of one device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class SiaSpeed:
     """The models of one job."""
 
     fits: Mapping[str, FittedSpeed]
-    """By type it has run on."""
+    """By type that it has run on."""
     seen: Observations = field(compare=False, repr=False)
     estimator: SiaEstimator = field(compare=False, repr=False)
 
     def goodput(
         self, device_type: str, nodes: NDArray[np.int64], devices: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Useful samples a second; before the first step, one for one device of any type."""
+        """Useful samples per second; before the first step, 1 for one device of any type."""
         prior = self.estimator.prior
         here = prior.samples_per_s(self.seen, device_type)
         if here is None:
@@ -84,14 +84,14 @@ class SiaSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiaEstimator:
-    """Makes them: an :class:`~...observations.Estimator`."""
+    """Fits them: an :class:`~...observations.Estimator`."""
 
     prior: TablePrior
     node_devices: Mapping[str, int]
     """Devices per node of each type; the order is that in which types are projected from."""
 
     def __call__(self, seen: Observations, before: SpeedModel | None) -> SiaSpeed:
-        """Fit each type the job has run on."""
+        """Fit each type that the job has run on."""
         last = before if isinstance(before, SiaSpeed) else None
         throughputs = self._fit(seen, last)
         fits = {
@@ -122,7 +122,7 @@ class SiaEstimator:
                 and _is_accurate(prior[name], timings)
             ):
                 continue
-            # Sia believes its formula, also where it has measured.
+            # Sia uses its formula also where it has measured.
             prior[name] = replace(fit_throughput(timings), measured=None)
         return prior
 
@@ -132,13 +132,13 @@ class SiaEstimator:
         return limits
 
     def _believed_limits(self, seen: Observations, name: str) -> BatchLimits:
-        """Its estimates go no further than the batch that was asked for, though jobs may."""
+        """Its estimates are limited to the batch that was asked for, though jobs are not."""
         limits = self._limits(seen, name)
         requested = seen.asked_batch
         return limits if requested is None else replace(limits, most=min(requested, limits.most))
 
     def _cap(self, seen: Observations) -> int:
-        """Twice what was seen on any type."""
+        """Twice the largest number seen on any type."""
         most = 1
         for name in self.node_devices:
             largest = max((t.devices for t in seen.timings if t.device_type == name), default=0)
@@ -152,7 +152,7 @@ class SiaEstimator:
 
 
 def _is_accurate(throughput: Throughput, timings: list[StepTiming]) -> bool:
-    """Whether a model tells these timings so well that another fit would change nothing."""
+    """Whether a model predicts these timings so well that another fit would change nothing."""
     nodes, devices, local, step_s = (
         np.array([timing[at] for timing in timings]) for at in (1, 2, 3, 5)
     )

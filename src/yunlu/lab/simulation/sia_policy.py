@@ -1,4 +1,4 @@
-"""Sia's policy (Jayaram Subramanya et al., SOSP'23), to be measured against.
+"""Sia's policy (Jayaram Subramanya et al., SOSP'23), as a baseline.
 
 The same objective, penalties and constants as in its artifact: goodputs of a job relative to its
 smallest, to the power of -0.5, a factor against restarts, 1.1 for a job that gets nothing; one
@@ -32,16 +32,16 @@ _GAP = 1e-4
 
 @dataclass(kw_only=True)
 class SiaPolicy:
-    """Fair goodput over types of devices, by integer programming."""
+    """Fair goodput over device types, by integer programming."""
 
     name: str = "sia"
     power: float = -0.5
     waiting_cost: float = 1.1
     restart_s_by_program: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What it believes a restart to cost, by the part of a job's name before the dash."""
+    """Assumed restart cost, by the part of a job's name before the dash."""
 
     def decide(self, state: PoolState) -> Decision:
-        """Who holds what from now on."""
+        """Placement of each job."""
         groups = group_nodes(state.nodes)
         if not groups or not state.jobs:
             return Decision(placements={})
@@ -53,7 +53,7 @@ class SiaPolicy:
         return Decision(placements=place_shapes(state.jobs, picks, shapes))
 
     def _cost(self, state: PoolState, shapes: ShapeTable, held: Sequence[int | None]) -> Floats:
-        """Of each shape to each job, less that of waiting; ``inf`` where it cannot run."""
+        """Cost of each shape to each job, minus that of waiting; ``inf`` where it cannot run."""
         types = [shapes.groups[group].type for group in shapes.group]
         goodput = tabulate_goodputs(
             state.jobs, types, shapes.nodes.tolist(), shapes.devices.tolist()

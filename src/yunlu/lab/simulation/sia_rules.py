@@ -36,12 +36,12 @@ RESTART_S = {
     "yolov3": 80.0,
 }
 BELIEVED_RESTART_S = {**RESTART_S, "cifar10": 30.0, "yolov3": 45.0, "ncf": 30.0}
-"""What Sia's policy takes a restart to cost."""
+"""Restart cost that Sia's policy assumes."""
 SLOWDOWN = {"cifar10": 1.8, "ncf": 1.5, "gpt_pmp": 1.0} | dict.fromkeys(
     ("bert", "deepspeech2", "imagenet", "yolov3"), 1.2
 )
 _LOCAL_MOST = {("deepspeech2", "rtx"): 57}
-"""What the scheduler believes to fit where the tables say more."""
+"""Largest local batch that the scheduler assumes, where the tables say more."""
 
 
 def apply_sia_rules(rules: SimulationRules) -> SimulationRules:
@@ -55,7 +55,7 @@ def apply_sia_rules(rules: SimulationRules) -> SimulationRules:
 
 
 def build_sia_cluster(scale: int = 1) -> tuple[Node, ...]:
-    """Sia's cluster of 64 devices, so many times as large."""
+    """Sia's cluster of 64 devices, scaled."""
     return parse_cluster(f"{6 * scale}x4:aws+{2 * scale}x8:dgx-ext+{3 * scale}x8:rtx")
 
 
@@ -70,7 +70,7 @@ def load_typed_profiles(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeTable:
-    """What is known beforehand of one application on one type."""
+    """Prior knowledge of one application on one type."""
 
     local_least: int
     local_most: int
@@ -96,7 +96,7 @@ class TypeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePrior:
-    """What memory allows and one device achieves, as measured: a ``Foreknowledge``."""
+    """Memory limits and single-device speed, as measured: a ``DeviceTypePrior``."""
 
     tables: Mapping[tuple[str, str], TypeTable]
     """By application and type."""
@@ -104,7 +104,7 @@ class TablePrior:
     """How much slower each application runs than its tables say."""
 
     def limits(self, seen: Observations, device_type: str) -> BatchLimits | None:
-        """The job's own, with the local batches of the type."""
+        """The job's limits with the local batches of the type."""
         table = self.tables.get((seen.signature, device_type))
         if table is None:
             return None
@@ -121,7 +121,7 @@ class TablePrior:
     def local_most(
         self, seen: Observations, device_type: str, nodes: int, devices: int
     ) -> int | None:
-        """What was measured to fit in that shape; shapes are as even as whole nodes allow."""
+        """Measured to fit in that shape; shapes are as even as whole nodes allow."""
         table = self.tables.get((seen.signature, device_type))
         if table is None:
             return None
@@ -139,7 +139,7 @@ class TablePrior:
         return table.stages if table else 1
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
-        """Of one device alone, or of each in one copy of a model that is cut up."""
+        """Of one device, or of each device of one copy of a model that is split."""
         table = self.tables.get((seen.signature, device_type))
         return table.samples_per_s / self.slowdown.get(seen.signature, 1.0) if table else None
 

@@ -1,4 +1,4 @@
-"""Replays a workload: time jumps from decision to decision, jobs train as they were measured.
+"""Replays a workload: time jumps from decision to decision, jobs train as measured.
 
 The order of things is that of Pollux's own simulator (OSDI'21, section 5.3), so that its published
 results can be reproduced to the second: jobs first train with what they hold, then the policy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand, Policy
 
     Watch = Callable[[float, int], None]
-    """Told after each decision: the time, and how many jobs have ended."""
+    """Callback after each decision: the time, and how many jobs have ended."""
 
 _SOUND = Faults()
 
@@ -117,18 +117,18 @@ class _Run:
             for times in job.application.times.values():
                 times.prepare()
         self._waiting = list(reversed(self._jobs))
-        """Not yet submitted, the next last."""
+        """Not yet submitted, the next one last."""
         self._active: dict[str, SimulatedJob] = {}
         self._next_round: float = rules.interval_s
         self._idle_since: float = 0
-        """When somebody last held a device, or nobody asked for one."""
+        """When a job last held a device, or none waited for one."""
 
     @property
     def is_open(self) -> bool:
         return self.ended < len(self._jobs)
 
     def advance(self) -> None:
-        """Let time pass up to the next decision."""
+        """Advance time to the next decision."""
         while not self._pass(self._next_moment()):
             pass
         if self.now > self._rules.limit_s:
@@ -140,14 +140,14 @@ class _Run:
         if self._active and self.now - self._idle_since > self._rules.idle_limit_s:
             job = next(iter(self._active.values())).submission
             raise SimulationError(
-                f"{self._policy.name} gives nobody a device, though {len(self._active)} jobs wait: "
+                f"{self._policy.name} gives no job a device, although {len(self._active)} jobs wait: "
                 f"{job.name} asks for {job.asked_devices} of "
                 f"{sum(node.devices for node in self._nodes.values())}.",
                 hint="give the cluster more devices, or leave out the jobs that never fit",
             )
 
     def _pass(self, then: float) -> bool:
-        """Let time pass up to a moment; whether there is something to decide then."""
+        """Advance time to a moment; returns whether there is something to decide then."""
         span = then - self.now
         crowded = self._find_crowded() if self._faults.interference else ()
         for job in self._active.values():
@@ -161,7 +161,7 @@ class _Run:
         return is_round or bool(comes) or any(job.ended_at for job in self._active.values())
 
     def decide(self) -> None:
-        """Ask the policy, and give jobs what it says."""
+        """Call the policy, and apply its decision."""
         self._update_active()
         asking = [
             job for job in self._active.values() if job.retry_at is None or job.retry_at <= self.now
@@ -175,7 +175,7 @@ class _Run:
         placements = self._policy.decide(state).placements
         took_s = time.process_time() - started
         self._check(demands, placements)
-        # What is given back comes first: a device is never held twice, not even for an instant.
+        # Releases come first: a device is never held twice.
         for job in asking:
             placement = placements.get(job.name, NOTHING)
             job.retry_at = None
@@ -183,7 +183,7 @@ class _Run:
         self._record(took_s)
 
     def outcome(self) -> SimulationResult:
-        """How all jobs fared."""
+        """Results of all jobs."""
         jobs = tuple(
             JobResult(
                 name=job.name,
@@ -208,7 +208,7 @@ class _Run:
     def _next_moment(self) -> float:
         """The next round; an event before it where those count; or the first round with a job."""
         if not self._active:
-            # Nothing changes before somebody comes.
+            # Nothing changes before the next job comes.
             at = self._waiting[-1].submission.submitted_at
             if self._rules.is_event_driven:
                 return max(at, self.now)
@@ -233,7 +233,7 @@ class _Run:
             self._active[job.name] = job
 
     def _find_crowded(self) -> set[str]:
-        """Jobs on several nodes that meet another such job on one of them."""
+        """Jobs on several nodes that share a node with another such job."""
         spread = [job for job in self._active.values() if job.placement.nodes > 1]
         meetings = Counter(name for job in spread for name, _ in job.placement.shares)
         return {
@@ -243,7 +243,7 @@ class _Run:
         }
 
     def _check(self, demands: Sequence[Demand], placements: Mapping[str, Placement]) -> None:
-        """A policy that gives what it has not is wrong, not unlucky."""
+        """A policy that gives out more than there is has a bug."""
         known = {demand.id: demand for demand in demands}
         used: Counter[str] = Counter()
         for name, placement in placements.items():

@@ -1,4 +1,4 @@
-"""Measured times of steps, and what lies between the measurements."""
+"""Measured step times, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 """Devices on each node of a placement."""
 Times = tuple[float, float]
-"""Seconds of a step, and the part of it that is exchange of gradients."""
+"""Seconds of a step, and the part of it for the exchange of gradients."""
 
 _PLACEMENT_COLUMNS = ("placement", "local_bsz", "step_time", "sync_time")
 _SCALE_COLUMNS = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
 
 
 class StepTimes:
-    """What one application takes on one type of devices, in any shape and with any local batch.
+    """Step times of one application on one device type, for any shape and local batch.
 
     A shape that was measured is linear in the batch between its measurements. Any other is linear
     in (nodes, devices, batch) between the means over shapes and the measurements at larger scale.
@@ -48,7 +48,7 @@ class StepTimes:
         self.max_devices = int(self._points[:, 1].max())
 
     def find(self, shape: Shape, local: int) -> Times | None:
-        """Times in that shape; None outside of all that was measured."""
+        """Times in that shape; None outside the measured range."""
         key = (shape, local)
         if key not in self._known:
             self._known[key] = self._find(normalise(shape), local)
@@ -63,7 +63,7 @@ class StepTimes:
         return (step_s, sync_s) if step_s == step_s else None  # noqa: PLR0124 (NaN: outside)
 
     def prepare(self) -> None:
-        """Find the triangles between the points now, so that no decision is charged with it."""
+        """Triangulate the points now, so that no decision is charged with it."""
         if self._between is not None:
             return
         try:
@@ -74,7 +74,7 @@ class StepTimes:
         try:
             self._between = LinearNDInterpolator(self._points, self._values)
         except (QhullError, ValueError):
-            # All in one plane, as with a single node: only what was measured can be told.
+            # All in one plane, as with a single node: no interpolation.
             self._between = _return_nan
 
     def _interpolate(self, places: NDArray[Any]) -> NDArray[np.float64]:
@@ -93,7 +93,7 @@ class _Curve:
         self._times = [times for _, times in points]
 
     def at(self, local: int) -> Times:
-        """Linear; beyond the ends as at the ends."""
+        """Linear; constant beyond the ends."""
         if len(self._locals) == 1 or local <= self._locals[0]:
             return self._times[0]
         if local >= self._locals[-1]:
@@ -154,7 +154,7 @@ def _read_times(path: Path, line: int, row: dict[str, str]) -> Times:
 def _join(
     curves: dict[Shape, list[tuple[int, Times]]], scale: list[tuple[int, int, int, Times]]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """All known points (nodes, devices, batch), shapes averaged, in a fixed order."""
+    """All known points (nodes, devices, batch), averaged over shapes, in a fixed order."""
     grouped: dict[tuple[int, int, int], list[Times]] = {}
     for shape, points in curves.items():
         for local, times in points:

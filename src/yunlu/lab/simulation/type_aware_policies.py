@@ -1,4 +1,4 @@
-"""Policies on pools of several device types, with all they need to know beforehand."""
+"""Policies for pools with several device types, with their prior knowledge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Node
 
 TYPE_AWARE = ("yunlu", "yunlu-blind", "sia")
-"""Those that know types of devices apart; others take the pool for one of equal devices."""
+"""Policies that distinguish device types; others treat all devices as equal."""
 
 
 def make_type_aware_policy(
@@ -28,7 +28,7 @@ def make_type_aware_policy(
     nodes: Sequence[Node],
     slowdown: Mapping[str, float] | None = None,
 ) -> SimulatedPolicy:
-    """One of ``TYPE_AWARE``, for a pool of these nodes and profiles in that directory."""
+    """One of ``TYPE_AWARE``, for a pool of these nodes and the profiles in a directory."""
     sizes = {node.type: node.devices for node in nodes}
     types = tuple(sizes)
     prior = load_prior(profiles, applications, types, slowdown)

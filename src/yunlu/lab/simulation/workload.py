@@ -1,4 +1,4 @@
-"""Recorded workloads: which jobs came when, and what their owners asked for."""
+"""Recorded workloads: arrivals of jobs, and what their owners asked for."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Spot machines in hindsight: traces, replays, baselines and the optimum."""
+"""Spot nodes in hindsight: traces, replays, baselines and the optimum."""

@@ -1,4 +1,4 @@
-"""What others do: on-demand only, greedy, and Uniform Progress.
+"""Baseline policies: on-demand only, greedy, and Uniform Progress.
 
 Rules of greedy and Uniform Progress after Wu et al., "Can't Be Late: Optimizing Spot Instance Savings
 under Deadlines" (NSDI'24), sections 3.3, 3.4 and 5.2.2. Their safety net is meant for a policy that is
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OnDemandOnly:
-    """Never touches spot."""
+    """Never uses spot."""
 
     job: DeadlineJob
     name: str = "on-demand"
@@ -31,14 +31,14 @@ class OnDemandOnly:
 
 @dataclass(slots=True)
 class Greedy:
-    """Spot whenever there is spot; at the last moment, on-demand to the end."""
+    """Spot whenever available; at the last moment, on-demand to the end."""
 
     job: DeadlineJob
     name: str = "greedy"
     is_caught: bool = field(default=False, init=False)
 
     def choose(self, observed: SpotObservation) -> Mode:
-        """Spot or nothing, until the safety net catches it."""
+        """Spot or idle, until the safety net applies."""
         if observed.mode is Mode.SPOT:
             return Mode.SPOT
         self.is_caught = self.is_caught or is_caught(self.job, observed)
@@ -49,14 +49,14 @@ class Greedy:
 
 @dataclass(slots=True)
 class UniformProgress:
-    """Keeps up with the straight line from nothing at the start to all at the deadline."""
+    """Keeps up with the straight line from no work at the start to all work at the deadline."""
 
     job: DeadlineJob
     name: str = "uniform progress"
     is_caught: bool = field(default=False, init=False)
 
     def choose(self, observed: SpotObservation) -> Mode:
-        """Spot where there is spot; on-demand when behind, until two restarts ahead."""
+        """Spot if available; on-demand when behind, until two restarts ahead."""
         if observed.mode is Mode.SPOT:
             return Mode.SPOT
         self.is_caught = self.is_caught or is_caught(self.job, observed)
@@ -74,6 +74,6 @@ class UniformProgress:
 
 
 def is_caught(job: DeadlineJob, observed: SpotObservation) -> bool:
-    """The safety net of the paper, a tick early."""
+    """The safety net of the paper, one tick early."""
     time_left_s = job.deadline_s - observed.elapsed_s
     return time_left_s < observed.left_s + 2 * job.restart_s + observed.step_s

@@ -30,7 +30,7 @@ BASELINES = {
 OURS = "planned"
 OPTIMUM = "optimum"
 _PAST_MEMORIES = 2.0
-"""How many memories of a place back the past still weighs anything."""
+"""How many memory spans of a zone back the past still has weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +45,23 @@ class ReplayedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySummary:
-    """How one policy did over all trials."""
+    """Result of one policy over all trials."""
 
     policy: str
     ratio: float
-    """Mean cost against on-demand."""
+    """Mean cost relative to on-demand."""
     worst_ratio: float
     late: int
     starts: float
     """Mean number of starts."""
     spot_share: float
-    """How much of the paid time was on spot."""
+    """Share of the paid time on spot."""
 
 
 def draw_starts(
-    markets: Sequence[SpotMarket], job: DeadlineJob, *, each: int, random: np.random.Generator
+    markets: Sequence[SpotMarket], job: DeadlineJob, *, per_market: int, random: np.random.Generator
 ) -> list[tuple[SpotMarket, int]]:
-    """Random starts in every zone, with room for the whole deadline."""
+    """Random starts in every zone, with time for the whole deadline."""
     starts: list[tuple[SpotMarket, int]] = []
     for market in markets:
         room = len(market) - int(job.deadline_s / market.step_s)
@@ -71,7 +71,7 @@ def draw_starts(
                 f"deadline of {job.deadline_s / HOUR_S:g} h.",
                 hint="give a longer trace or a shorter deadline",
             )
-        starts += [(market, int(random.integers(0, room))) for _ in range(each)]
+        starts += [(market, int(random.integers(0, room))) for _ in range(per_market)]
     return starts
 
 
@@ -83,7 +83,7 @@ def replay_jobs(
     knows_past: bool = True,
     with_optimum: bool = True,
 ) -> list[ReplayedJob]:
-    """Replay the job from every start; ours knows the zone's past where ``knows_past``."""
+    """Replay the job from every start; our policy knows the zone's past where ``knows_past``."""
     plans = SpotPlanCache(job, model)
     trials: list[ReplayedJob] = []
     for market, start in starts:
@@ -107,7 +107,7 @@ def replay_jobs_in_any_zone(
     *,
     model: SpotModel = PRIOR,
 ) -> list[SpotOutcome]:
-    """Ours where any of the zones will do."""
+    """Our policy where any of the zones may be used."""
     plans = SpotPlanCache(job, model)
     merged = np.logical_or.reduce([zone.is_up for zone in zones])
     outcomes: list[SpotOutcome] = []
@@ -119,7 +119,7 @@ def replay_jobs_in_any_zone(
 
 
 def summarise_policies(trials: Sequence[ReplayedJob]) -> list[PolicySummary]:
-    """The mean of each policy; the optimum last, where it was sought."""
+    """Mean of each policy; the optimum last, where it was computed."""
     standings = [
         summarise(name, [trial.outcomes[name] for trial in trials]) for name in trials[0].outcomes
     ]
@@ -142,7 +142,7 @@ def summarise_policies(trials: Sequence[ReplayedJob]) -> list[PolicySummary]:
 
 
 def summarise(policy: str, outcomes: Sequence[SpotOutcome]) -> PolicySummary:
-    """The means of one policy."""
+    """Means of one policy."""
     paid_s = sum(outcome.spot_s + outcome.on_demand_s for outcome in outcomes)
     return PolicySummary(
         policy=policy,

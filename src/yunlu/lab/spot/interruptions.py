@@ -1,4 +1,4 @@
-"""Made-up interruptions for a history of prices, which tells what spot cost but not when it was taken."""
+"""Simulated interruptions for a price history, which has prices but no preemptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def interrupt(market: SpotMarket, model: SpotModel, *, random: np.random.Generator) -> SpotMarket:
-    """The same prices, with spells drawn from the model; spot is up only where it was on offer."""
+    """The same prices, with spells drawn from the model; spot is up only where it was offered."""
     moves = np.cumsum(model.transitions(market.step_s).toarray(), axis=1).tolist()
     is_up = up_states()
     last = len(is_up) - 1

@@ -1,4 +1,4 @@
-"""The least a job could have cost, had one known the future: exact dynamic programming over a trace.
+"""Least cost of a job with knowledge of the future: exact dynamic programming over a trace.
 
 For comparison only. The same rules as ``replay``: ticks, starts that cost time, paid by the second.
 """
@@ -58,11 +58,11 @@ def _choose_unit_s(job: DeadlineJob, step_s: float) -> float:
 
 
 class _Search:
-    """Least cost to go by units of work left, for each mode and what is left of its start."""
+    """Least cost to go by units of work left, for each mode and rest of its start."""
 
     def __init__(self, step: int, restart: int, work: int) -> None:
         self.levels = [max(0, restart - step * passed) for passed in range(restart // step + 2)]
-        """How much of a start can be left at a tick: all of it, one tick less, ..., nothing."""
+        """Possible rests of a start at a tick: all of it, one tick less, ..., nothing."""
         never = np.full(work + 1, math.inf)
         never[0] = 0.0
         self.left = np.arange(work + 1)
@@ -71,7 +71,7 @@ class _Search:
         self.on_demand: Sequence[NDArray[np.float64]] = [never] * len(self.levels)
 
     def step_back(self, length: int, spot_price: float | None, on_demand_price: float) -> None:
-        """One tick earlier; prices by the unit of time, None where spot is down."""
+        """One tick earlier; prices per unit of time, None where spot is down."""
         on_demand = self._run(self.on_demand, length, on_demand_price)
         idle = np.minimum(self.idle, on_demand[0])
         if spot_price is None:

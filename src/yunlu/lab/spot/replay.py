@@ -1,4 +1,4 @@
-"""Replays a job on a market: what a policy would have paid, and whether it would have been late."""
+"""Replays a job on a market: cost of a policy, and whether it was late."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replay(
 def replay_zones(
     policy: DeadlinePolicy, job: DeadlineJob, zones: Sequence[SpotMarket], *, start: int = 0
 ) -> SpotOutcome:
-    """The same where several zones will do: spot starts in the cheapest that is up, and stays there."""
+    """The same where several zones may be used: spot starts in the cheapest that is up, and stays there."""
     step_s, on_demand = zones[0].step_s, min(zone.on_demand_dollars_per_hour for zone in zones)
     ticks = min(len(zones[0]) - start, math.ceil(job.deadline_s / step_s) + 1)
     job_state = _JobState(job=job, left_s=job.work_s)
@@ -82,7 +82,7 @@ def replay_zones(
 
 @dataclass(slots=True, kw_only=True)
 class _JobState:
-    """A job on its way."""
+    """State of a running job."""
 
     job: DeadlineJob
     left_s: float
@@ -97,7 +97,7 @@ class _JobState:
     )
 
     def run(self, mode: Mode, step_s: float, dollars_per_hour: float) -> float:
-        """One tick; how much of it was used."""
+        """One tick; returns how much of it was used."""
         if mode is not self.mode:
             self.starting_s = 0.0 if mode is Mode.IDLE else self.job.restart_s
             self.starts += mode is not Mode.IDLE
@@ -114,7 +114,7 @@ class _JobState:
 
 
 def _choose_zone(zones: Sequence[SpotMarket], tick: int, held: int | None) -> int | None:
-    """Where it is, while that is up; else the cheapest that is."""
+    """Its zone, while that is up; else the cheapest that is."""
     if held is not None and zones[held].is_up[tick]:
         return held
     up = [index for index, zone in enumerate(zones) if zone.is_up[tick]]

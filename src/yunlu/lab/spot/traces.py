@@ -21,7 +21,7 @@ DAY_S = 86400.0
 
 
 class TraceError(YunluError):
-    """A trace cannot be read, or does not hold what is asked of it."""
+    """A trace cannot be read, or lacks what was requested."""
 
     code = "trace"
 
@@ -66,7 +66,7 @@ def read_prices(
     for row in _rows(path):
         if row["instance"] == instance and row["az"].startswith(zones):
             prices = (_number(row["spot_price"]), _number(row["ondemand_price"]))
-            # The last word of a day counts.
+            # The last row of a day counts.
             rows.setdefault(row["az"], {})[np.datetime64(row["date"], "D")] = prices
     if not rows:
         raise TraceError(

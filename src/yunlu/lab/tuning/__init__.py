@@ -1,1 +1,1 @@
-"""Methods of tuning replayed on recorded learning curves."""
+"""Tuning methods replayed on recorded learning curves."""

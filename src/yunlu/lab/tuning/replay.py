@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RecordedCurves(Protocol):
-    """What would happen to any setting of one task, were it trained."""
+    """Learning curves of every setting of one task."""
 
     @property
     def dimensions(self) -> tuple[Dimension, ...]:
@@ -38,7 +38,7 @@ class RecordedCurves(Protocol):
 
     @property
     def rungs(self) -> int:
-        """Evaluations of a whole training."""
+        """Evaluations of a full training."""
         ...
 
     def curve(self, params: Params) -> tuple[Sequence[float], Sequence[float]]:
@@ -48,7 +48,7 @@ class RecordedCurves(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedEvaluation:
-    """One evaluation, and when it came."""
+    """One evaluation and its time."""
 
     at_s: float
     number: int
@@ -58,19 +58,19 @@ class ReplayedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTrace:
-    """What happened, in the order of time."""
+    """Events in order of time."""
 
     trials: tuple[Trial, ...]
     evaluations: tuple[ReplayedEvaluation, ...]
     ended_at_s: float
-    """When the last evaluation came, or the budget was used up."""
+    """Time of the last evaluation, or the end of the budget."""
     resumed: int
-    """How often a held trial went on."""
+    """Number of resumed trials."""
     reason: str = ""
     """Why the method ended the study; empty where the budget did."""
 
     def improvements(self) -> list[tuple[float, float]]:
-        """When the best value so far was seen, and that value."""
+        """Times at which the best value improved, and that value."""
         matches: list[tuple[float, float]] = []
         for evaluation in self.evaluations:
             if not matches or evaluation.value < matches[-1][1]:
@@ -91,7 +91,7 @@ def replay(
 
 
 class _Replay:
-    """One replay in the making."""
+    """State of one replay."""
 
     def __init__(
         self, method: Method, curves: RecordedCurves, workers: int, budget_s: float, resume_s: float
@@ -101,7 +101,7 @@ class _Replay:
         self._now_s = 0.0
         self._idle = workers
         self._due: list[tuple[float, int, int]] = []
-        """Instant, order of scheduling (the first come is served first), trial."""
+        """Time, scheduling order, trial."""
         self._scheduled = 0
         self._resumed = 0
         self._trials: list[Trial] = []
@@ -124,7 +124,7 @@ class _Replay:
         )
 
     def _fill(self) -> None:
-        """Ask what is done with each idle worker, until the method waits or ends."""
+        """Ask the method about each idle worker, until it waits or ends."""
         while self._idle and self._reason is None:
             move = self._method.choose(self._snapshot())
             if isinstance(move, WaitForResults):
@@ -146,7 +146,7 @@ class _Replay:
 
     def _begin(self, move: StartTrial) -> None:
         if move.copy_from is not None:
-            raise ValueError("recorded curves do not tell how a copied checkpoint would go on")
+            raise ValueError("recorded curves do not show how a copied checkpoint would continue")
         until = self._check_until(move.until, 0)
         self._trials.append(
             Trial(

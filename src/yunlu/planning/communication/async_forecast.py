@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 _VALUE_BYTES = 4
 _WORDS = 4
-"""Short messages of a ticket, there and back: it is taken, and it is told to be over."""
+"""Short messages of a ticket, there and back: assignment and completion."""
 _UPDATE_PASSES = 5.0
-"""Of memory, each as long as an addition: the optimiser's, the log's, and the copy that is handed out."""
+"""Passes over memory, each as long as an addition: optimiser, log, and the copy that is sent."""
 _MEMORY_BYTES_PER_S = 4e9
-"""A model's weights and moments lie in memory, where the few numbers that additions are timed with do not."""
+"""Memory bandwidth for weights and moments, which do not fit into the cache."""
 _PULLED = {"none": 1.0, "bf16": 0.5}
-"""Weights are no gradients: no codec packs them into less than half."""
+"""Weights are not compressed below half."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncForecast:
-    """What a step of asynchronous workers comes to."""
+    """Predicted step of asynchronous workers."""
 
     step_s: float
     exchange_s: float
-    """Of a usual ticket: pulling, packing and pushing."""
+    """Of a typical ticket: pull, encode and push."""
     sent_bytes: float
-    """By one worker, for a ticket."""
+    """Bytes that one worker sends for a ticket."""
 
 
 def forecast_async(
     figures: WireFigures, work: SharedWork, setting: MethodSetting, *, staleness: int
 ) -> AsyncForecast:
-    """A step, which is as many tickets as there are workers.
+    """Predict a step, which is as many tickets as there are workers.
 
     Args:
         figures: Links, and what a ticket takes each worker to compute.
@@ -55,7 +55,7 @@ def forecast_async(
     packed_s = 0.0
     if cost is not None:
         served_s += values * cost.decode_s_per_value + cost.call_s
-        # A worker unpacks what it packed, to know what was left out.
+        # A worker decodes what it encoded, to compute the residual.
         packed_s = values * (cost.encode_s_per_value + cost.decode_s_per_value) + 2 * cost.call_s
     hosts = [int(host) for host in figures.host_numbers]
     home = hosts[0]
@@ -67,13 +67,13 @@ def forecast_async(
     tickets_s = [span + travel_s for span, travel_s in zip(spans, travels_s, strict=True)]
     rates = [1 / max(span, 1e-9) for span in tickets_s]
     here = sum(rate for rate, host in zip(rates, hosts, strict=True) if host == home)
-    # What comes from other hosts shares the link of the servers' one.
+    # Traffic from other hosts shares the link of the servers' host.
     away = min(
         sum(rates) - here,
         figures.receive_bytes_per_s[home] / max(pushed, 1),
         figures.send_bytes_per_s[home] / max(pulled, 1),
     )
-    # Serving the others takes from the processor of those beside the servers.
+    # Serving uses CPU time of the workers on the servers' host.
     here *= max(1 - away * served_s, 0.0)
     oldest = (staleness + 1) * figures.size / max(*tickets_s, 1e-9)
     tickets_per_s = min(here + away, oldest, 1 / max(served_s, 1e-9))

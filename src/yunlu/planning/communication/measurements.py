@@ -17,14 +17,14 @@ Row = tuple[float, ...]
 
 
 class CodecCost(FiniteFigures):
-    """What packing and unpacking takes on this machine."""
+    """Time of encoding and decoding on this machine."""
 
     name: str
     bytes_per_value: float = Field(gt=0)
     encode_s_per_value: float = Field(ge=0)
     decode_s_per_value: float = Field(ge=0)
     call_s: float = Field(default=0.0, ge=0)
-    """What even a single value takes."""
+    """Fixed cost of a call."""
 
 
 class WireFigures(FiniteFigures):
@@ -35,22 +35,22 @@ class WireFigures(FiniteFigures):
     """
 
     hosts: tuple[str, ...] = Field(min_length=1)
-    """Of each worker."""
+    """Host of each worker."""
     latency_s: tuple[Row, ...]
     """From one host (row) to another, one way, of a message of next to no bytes; within it, on the diagonal."""
     bytes_per_s: tuple[Row, ...]
     """Of one message alone; on the diagonal between two workers of the host."""
     send_bytes_per_s: Row
-    """What a host uploads while everyone sends to everyone."""
+    """Upload of a host while all hosts send to all."""
     receive_bytes_per_s: Row
     both_ways: float = Field(default=1.0, gt=0, le=1)
-    """What is left of a rate while the same connection carries as much the other way."""
+    """Share of the rate left while the same connection carries as much in the other direction."""
     extra_message_s: float = Field(default=0.0, ge=0)
-    """What each further message takes that a worker sends and receives at the same time."""
+    """Cost of each further message that a worker sends and receives at the same time."""
     add_bytes_per_s: float = Field(default=4e9, gt=0)
-    """How fast one worker adds what came to what it has."""
+    """Rate at which one worker adds received values."""
     compute_s: Row = ()
-    """A step of each worker without any exchange; empty where nobody has taken one yet."""
+    """Step time of each worker without exchange; empty before the first step."""
     all_reduce: MessageTime | None = None
     """torch's own sum, where it was tried: it passes messages in another way than ours.
 
@@ -63,21 +63,21 @@ class WireFigures(FiniteFigures):
         count = len(self.host_names)
         tables = self.latency_s, self.bytes_per_s
         if any(len(table) != count or any(len(row) != count for row in table) for table in tables):
-            raise ValueError(f"latency and rate must be told between {count} hosts")
+            raise ValueError(f"latency and rate must be given between {count} hosts")
         if {len(self.send_bytes_per_s), len(self.receive_bytes_per_s)} != {count}:
-            raise ValueError(f"upload and download must be told of {count} hosts")
+            raise ValueError(f"upload and download must be given for {count} hosts")
         rates = *self.send_bytes_per_s, *self.receive_bytes_per_s, *sum(self.bytes_per_s, ())
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
             raise ValueError("rates must be above 0")
         if not all(math.isfinite(span) and span >= 0 for span in sum(self.latency_s, ())):
             raise ValueError("latencies cannot be below 0")
         if self.compute_s and len(self.compute_s) != len(self.hosts):
-            raise ValueError("compute_s must be told of each worker")
+            raise ValueError("compute_s must be given for each worker")
         return self
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self.hosts)
 
     @property
@@ -87,17 +87,17 @@ class WireFigures(FiniteFigures):
 
     @property
     def host_numbers(self) -> NDArray[np.int64]:
-        """Which host each worker is on."""
+        """Host index of each worker."""
         names = {name: number for number, name in enumerate(self.host_names)}
         return np.array([names[host] for host in self.hosts], dtype=np.int64)
 
     @property
     def slowest_compute_s(self) -> float | None:
-        """Of the worker for whom a synchronous step waits."""
+        """Step time of the slowest worker."""
         return max(self.compute_s, default=None)
 
     def without(self, host: str) -> Self:
-        """The same without the workers of a host, each of the others with its part of their samples."""
+        """The same without the workers of a host; the others take over their samples."""
         numbers = [number for number, name in enumerate(self.host_names) if name != host]
         stay = [rank for rank, name in enumerate(self.hosts) if name != host]
         more = self.size / len(stay)
@@ -115,57 +115,41 @@ class WireFigures(FiniteFigures):
                 "compute_s": tuple(self.compute_s[rank] * more for rank in stay)
                 if self.compute_s
                 else (),
-                "all_reduce": None,  # it was not tried among these
+                "all_reduce": None,  # not measured among these
             }
         )
 
     def codec(self, name: str) -> CodecCost | None:
-        """What a codec costs here, if that was measured."""
+        """Cost of a codec, if measured."""
         return next((one_codec for one_codec in self.codecs if one_codec.name == name), None)
 
 
 class SharedWork(FiniteFigures):
-    """What the workers do between two exchanges, and what they have to exchange."""
+    """Compute between two exchanges, and the gradients to exchange."""
 
     gradient_bytes: tuple[int, ...]
     """Of each weight in fp32, in the order in which the backward pass yields them: the last weight first."""
     compute_s: float = Field(gt=0)
-    """A step of one worker without any exchange, all its passes and the optimiser."""
+    """Step time of one worker without exchange: all passes and the optimiser."""
     backward_s: float = Field(ge=0)
-    """The last backward pass of a step, behind which sums can hide."""
+    """Last backward pass of a step, which can overlap with the exchange."""
     matrices: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of the weights that PowerSGD would make smaller."""
+    """Shapes of the weights that PowerSGD compresses."""
     optimizer: str = "adamw"
     memory_steps: int = Field(default=1000, ge=0)
-    """How far back Adam's second moment looks."""
+    """Time constant of Adam's second moment, in steps."""
     steps: int | None = None
-    """How many are left."""
+    """Steps left."""
     is_replicated: bool = True
-    """Whether each worker has the whole model."""
+    """Whether each worker holds the whole model."""
     staleness: int = Field(default=4, ge=0)
-    """Of asynchronous workers: how many steps after the oldest that is not over one may begin."""
+    """Staleness bound of asynchronous workers, in steps."""
     hides: float = Field(default=1.0, ge=0, le=1)
-    """How much of an exchange runs beside computing: less than 1 where it takes cores from it."""
+    """Share of an exchange that overlaps with compute: below 1 where it uses the same cores."""
     staging_bytes_per_s: float | None = None
-    """Between a GPU and its host: our own paths start and end in the host's memory."""
+    """Bandwidth between a GPU and its host: our transports use host memory."""
 
     @property
     def bytes(self) -> int:
-        """Of all gradients."""
+        """Size of all gradients."""
         return sum(self.gradient_bytes)
-
-
-def make_even(
-    hosts: tuple[str, ...], *, latency_s: float, bytes_per_s: float, inside_bytes_per_s: float = 1e9
-) -> WireFigures:
-    """Figures of hosts that are all alike, for plans made before anything was measured."""
-    count = len(dict.fromkeys(hosts))
-    rates = np.full((count, count), bytes_per_s)
-    np.fill_diagonal(rates, inside_bytes_per_s)
-    return WireFigures(
-        hosts=hosts,
-        latency_s=((latency_s,) * count,) * count,
-        bytes_per_s=tuple(tuple(row) for row in rates.tolist()),
-        send_bytes_per_s=(bytes_per_s,) * count,
-        receive_bytes_per_s=(bytes_per_s,) * count,
-    )

@@ -32,24 +32,24 @@ _EVERY = 2, 4, 8, 16, 32
 _DILOCO_EVERY = 20, 50, 100
 _DELAYS = 0, 1
 _WORTH = 0.9
-"""Torch's own sum stays unless something is predicted to take less than this share of its time."""
+"""torch's own all-reduce stays unless another method is predicted to take less than this share of its time."""
 _SURE = 0.85
-"""As asynchronous workers, of which there is no way back, unless the next best takes longer by so much."""
+"""Asynchronous training, which cannot be undone, needs a lead of this factor over the next best."""
 _ALIKE = 1.02
-"""What gains less by being packed travels as it is."""
+"""A codec that gains less is not used."""
 _SHOWN_MBITS = 0.05
 _SERVED_CODECS = ("none", "fp16", "bf16", "int8", "int4")
-"""What gradients on their way to servers may be packed into: of the others nobody knows what they do there."""
+"""Codecs for gradients sent to parameter servers: the effect of the others there is unknown."""
 
 
 class CommunicationError(YunluError):
-    """No way to exchange is left of what was asked for."""
+    """No communication method satisfies the job."""
 
     code = "communication"
 
 
 class Pinned(FiniteFigures):
-    """What the user decides; the rest is chosen."""
+    """Choices of the user; the rest is chosen."""
 
     method: str | None = None
     codec: str | None = None
@@ -60,7 +60,7 @@ class Pinned(FiniteFigures):
 
 
 class MethodQuery(FiniteFigures):
-    """What to choose for."""
+    """Query of a communication method."""
 
     work: SharedWork
     guarantee: Guarantee = "exact"
@@ -68,41 +68,41 @@ class MethodQuery(FiniteFigures):
     available: tuple[str, ...] = tuple(METHODS)
     """Methods that this run can use."""
     hindrances: dict[str, str] = Field(default_factory=dict)
-    """Why it cannot use others, by their names."""
+    """Why it cannot use others, by name."""
 
 
 class Refusal(FiniteFigures):
-    """What was not considered, and why."""
+    """A method that was not considered, and why."""
 
     name: str
     reason: str
 
 
 class MethodDecision(FiniteFigures):
-    """What was chosen, against what, and why."""
+    """The chosen method, the candidates, and the reason."""
 
     question: MethodQuery
     chosen: StepForecast
     plain: StepForecast
     """torch's own all-reduce with its usual buckets."""
     candidates: tuple[StepForecast, ...]
-    """The best of each method and codec, the chosen one among them, the fastest first."""
+    """The best of each method and codec, including the chosen one, the fastest first."""
     refused: tuple[Refusal, ...]
     reason: str
 
     @property
     def setting(self) -> MethodSetting:
-        """What was chosen."""
+        """The chosen setting."""
         return self.chosen.setting
 
     @property
     def gain(self) -> float:
-        """How many times sooner than with plain all-reduce."""
+        """Predicted speedup over plain all-reduce."""
         return self.plain.cost_s / self.chosen.cost_s
 
 
 def choose(figures: WireFigures, question: MethodQuery) -> MethodDecision:
-    """Choose by the predicted time to the same loss; never what is predicted slower than plain all-reduce.
+    """Choose by the predicted time to the same loss; never slower than plain all-reduce.
 
     Raises:
         CommunicationError: What was pinned does not exist, or does not keep the guarantee.
@@ -143,7 +143,7 @@ def choose(figures: WireFigures, question: MethodQuery) -> MethodDecision:
 
 
 def _sure(candidates: tuple[StepForecast, ...]) -> StepForecast:
-    """The fastest; asynchronous workers only where they leave no doubt."""
+    """The fastest; asynchronous training only with a clear lead."""
     chosen = candidates[0]
     if chosen.setting.method != "asynchronous":
         return chosen
@@ -158,7 +158,7 @@ def _sure(candidates: tuple[StepForecast, ...]) -> StepForecast:
 def explain(
     figures: WireFigures, work: SharedWork, chosen: StepForecast, plain: StepForecast
 ) -> str:
-    """In words: what is sent over which links, how long that takes, and what of it hides."""
+    """As text: what is sent over which links, how long that takes, and how much of it overlaps."""
     result = (
         f"{chosen.setting.name}: {_links(figures)};"
         f" {show_bytes(chosen.bytes_per_step)} a step from each of {figures.size} workers take"
@@ -184,7 +184,7 @@ def explain(
 
 
 def _links(figures: WireFigures) -> str:
-    """The range of what hosts can send or receive."""
+    """Range of the upload and download rates of the hosts."""
     if len(figures.host_names) == 1:
         return f"within one host, {show_bytes(figures.bytes_per_s[0][0])}/s"
     rates = [8e-6 * rate for rate in (*figures.send_bytes_per_s, *figures.receive_bytes_per_s)]
@@ -278,7 +278,7 @@ def _settings(question: MethodQuery) -> Iterator[MethodSetting]:
 
 
 def _fits(method: str, codec: str) -> bool:
-    """Encoded parts go to their owners; PowerSGD's factors are dense, and go any way."""
+    """Encoded parts are reduced by their owners; PowerSGD's factors are dense, and work with any algorithm."""
     if codec == "none":
         return True
     if codec == "powersgd":

@@ -20,7 +20,7 @@ Kind = Literal["synchronous", "local", "asynchronous"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeMethod:
-    """A way to bring together what the workers have."""
+    """A method of exchanging gradients or weights."""
 
     name: str
     kind: Kind
@@ -31,30 +31,30 @@ class ExchangeMethod:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What it keeps, packed or not."""
+        """Guarantee of the method, with or without codec."""
         return strictest(self.name, "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """A codec, as far as the choice cares."""
+    """A codec as the choice sees it."""
 
     name: str
     steps_factor: float
-    """With its residual (error feedback)."""
+    """With error feedback."""
     optimizers: tuple[str, ...] = ()
-    """The only ones with which it is known to hold; all, where empty."""
+    """Optimisers it is known to work with; empty means all."""
     source: str = ""
 
     @property
     def guarantee(self) -> Guarantee:
-        """What sums keep that are packed by it."""
+        """Guarantee of all-reduce with this codec."""
         return strictest("all-reduce", self.name)
 
 
 METHODS: dict[str, ExchangeMethod] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         ExchangeMethod(name="all-reduce", kind="synchronous"),
         ExchangeMethod(name="ring", kind="synchronous"),
         ExchangeMethod(name="tree", kind="synchronous"),
@@ -96,8 +96,8 @@ METHODS: dict[str, ExchangeMethod] = {
 }
 
 PACKINGS: dict[str, Packing] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Packing(name="none", steps_factor=1.0),
         Packing(
             name="fp16",
@@ -147,20 +147,20 @@ PACKINGS: dict[str, Packing] = {
 }
 
 BEFORE_ONE_BIT = "int4"
-"""What is sent while Adam's second moment settles."""
+"""Codec used until Adam's second moment is stable."""
 _ONE_BIT_SHARE = 0.15
 _LOCAL_PER_DOUBLING = 0.01
 _DILOCO_PER_DOUBLING = 0.11
 _DELAY = 1.01
 _STALE = 0.025
-"""For each doubling of the workers: a gradient misses as many updates as there are others."""
+"""For each doubling of the workers: a gradient misses as many updates as there are other workers."""
 _ENOUGH_ROUNDS = 40
 _PER_ROUND = 6.0
 """Averaging every 2, 4 and 8 of 300 steps took 4, 9 and about 28 % more steps to the same loss."""
 
 
 def one_bit_from(steps: int, *, memory_steps: int) -> int:
-    """From which step on gradients of one bit are enough.
+    """First step from which one-bit gradients are safe.
 
     Not before the second moment has forgotten how training began: held still sooner, it kept a run of 300
     steps from learning at all.
@@ -171,7 +171,7 @@ def one_bit_from(steps: int, *, memory_steps: int) -> int:
 def steps_factor(
     method: str, codec: str, *, every: int, delay_steps: int, workers: int, steps: int | None
 ) -> float:
-    """How many steps reach what one dense synchronous step does."""
+    """Steps needed for the progress of one dense synchronous step."""
     kind = METHODS[method].kind
     factor = PACKINGS[codec].steps_factor
     if kind == "asynchronous":
@@ -179,7 +179,7 @@ def steps_factor(
     if kind == "synchronous":
         return factor
     per_doubling = _DILOCO_PER_DOUBLING if method == "diloco" else _LOCAL_PER_DOUBLING
-    # Weights of few steps differ little: what a codec leaves out of them matters as much as in gradients.
+    # After few steps weights differ little: the error of a codec matters as much as in gradients.
     factor *= 1 + per_doubling * math.log2(max(every, 1))
     if delay_steps:
         factor *= _DELAY
@@ -188,13 +188,13 @@ def steps_factor(
     if method != "diloco":
         return factor * (1 + _PER_ROUND * every / max(steps, 1))
     if steps < _ENOUGH_ROUNDS * every:
-        # Too few rounds to come together: each worker mostly learns alone.
+        # Too few averaging rounds: each worker mostly trains alone.
         factor *= 1 + 0.5 * (1 - steps / (_ENOUGH_ROUNDS * every))
     return factor
 
 
 def keeps(guarantee: Guarantee, method: str, codec: str) -> bool:
-    """Whether both keep what was asked for."""
+    """Whether both keep the requested guarantee."""
     allowed = GUARANTEES.index(guarantee)
     return (
         max(

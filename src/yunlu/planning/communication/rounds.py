@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 16 << 10, 256 << 10
 _SMALL_BYTES = 8 << 10
-"""Between hosts: by doubling up to this, by owners beyond."""
+"""Between hosts: recursive doubling up to this size, reduce-scatter beyond."""
 _PIECES = 4
-"""A message is passed on piece by piece, as the sums do it: into four, none smaller or larger than that."""
+"""Messages are pipelined in four pieces, within these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageRound:
-    """Messages that are under way at the same time; a worker's next ones wait for a piece of these."""
+    """Concurrent messages; a worker's next ones wait for a piece of these."""
 
     sources: NDArray[np.int64]
     targets: NDArray[np.int64]
     bytes: NDArray[np.float64]
     is_added: bool = True
-    """Whether who receives adds it to its own."""
+    """Whether the receiver adds it to its own."""
     pieces: int = 1
-    """In which each comes: once the first is there, its receiver can pass it on."""
+    """Number of pieces: once the first has arrived, its receiver can forward it."""
     is_two_way: bool = False
-    """Whether a connection carries messages both ways at the same time, and their receipts wait for them."""
+    """Whether a connection carries messages in both directions, so that acknowledgements wait."""
 
 
 def make_round(
@@ -63,7 +63,7 @@ def make_round(
 
 
 def ring(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Each passes a part on to the next: n - 1 times to add up, n - 1 times to tell."""
+    """Ring: n - 1 steps of reduce-scatter and n - 1 of all-gather."""
     count = len(hosts)
     turn = [(rank, (rank + 1) % count, size_bytes / count) for rank in range(count)]
     pieces = count_pieces(size_bytes / count)
@@ -73,13 +73,13 @@ def ring(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
 
 
 def direct(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Each owns a part: all send it theirs, and it sends the sum to all."""
+    """Direct: each worker owns a part, receives it from all, and sends the sum to all."""
     count = len(hosts)
     return serve(tuple(range(count)), count, size_bytes)
 
 
 def serve(servers: Sequence[int], count: int, size_bytes: float) -> list[MessageRound]:
-    """Servers among the workers own a part each."""
+    """Some workers are servers and own a part each."""
     part = size_bytes / len(servers)
     there = [(rank, server, part) for server in servers for rank in range(count) if rank != server]
     back = [(server, rank, part) for rank, server, part in there]
@@ -96,7 +96,7 @@ def served(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
 
 
 def doubling(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Everything to a partner at twice the distance in each round; those beyond a power of two lean on one."""
+    """Recursive doubling; workers beyond a power of two use a partner."""
     count = len(hosts)
     power = 1 << (count.bit_length() - 1)
     rounds: list[MessageRound] = []
@@ -113,12 +113,12 @@ def doubling(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
 
 
 def tree(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Up a binary tree to add, down to tell, piece by piece."""
+    """Binary tree: reduce up, broadcast down, in pieces."""
     return _through_trees([_parents(len(hosts))], size_bytes)
 
 
 def double_tree(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Half through each of two trees; who passes on in one is a leaf of the other."""
+    """Two trees with half of the data each; an inner node of one is a leaf of the other."""
     count = len(hosts)
     first = [_parent_in_order(number, count) if number else -1 for number in range(count)]
     second = [-1] * count
@@ -128,7 +128,7 @@ def double_tree(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
 
 
 def hierarchical(hosts: Sequence[int], size_bytes: float) -> list[MessageRound]:
-    """Within each host to one of its workers, a sum over those, and back within the host."""
+    """Reduce within each host, all-reduce between hosts, broadcast within each host."""
     members = _members(hosts)
     leaders = [group[0] for group in members]
     inward = [(rank, group[0], size_bytes) for group in members for rank in group[1:]]
@@ -156,7 +156,7 @@ def _parents(count: int) -> list[int]:
 
 
 def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[MessageRound]:
-    """Level by level up and down again, each passing on the pieces that it has."""
+    """Level by level up and down, each forwarding the pieces that it has."""
     share = size_bytes / len(trees)
     pieces = count_pieces(share)
     depths = [_depths(parents) for parents in trees]
@@ -176,13 +176,13 @@ def _through_trees(trees: Sequence[Sequence[int]], size_bytes: float) -> list[Me
 
 
 def count_pieces(size_bytes: float) -> int:
-    """In how many a message of that size comes."""
+    """Number of pieces of a message of that size."""
     least, most = _PIECE_BYTES
     return max(math.ceil(size_bytes / min(max(size_bytes / _PIECES, least), most)), 1)
 
 
 def _parent_in_order(number: int, count: int) -> int:
-    """0 is the root; below it, how often a number can be halved is its height: odd ones are leaves."""
+    """In-order binary tree: 0 is the root; odd numbers are leaves."""
     height = number & -number
     above = (number ^ height) | (height << 1)
     return above if above < count else number ^ height

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 _VALUE_BYTES = 4
 _MANY = 20
-"""A run that nobody has told the length of is taken to be long."""
+"""A run of unknown length is taken to be long."""
 _LONG_STEPS = 20_000
 ASYNCHRONOUS_S = 10.0
-"""Servers and workers are other processes than those of a worker group: they start, and load everything anew."""
+"""Start-up of asynchronous training: servers and workers are new processes, which load everything again."""
 
 
 class MethodSetting(FiniteFigures):
-    """One way to exchange."""
+    """One communication method with its parameters."""
 
     method: str
     codec: str = "none"
     bucket_bytes: int = Field(default=25 << 20, gt=0)
     every: int = Field(default=1, ge=1)
-    """Steps between two exchanges, of local methods."""
+    """Steps between two exchanges of local methods."""
     delay_steps: int = Field(default=0, ge=0)
-    """For how many steps an exchange of a local method may be under way."""
+    """Steps that an exchange of a local method may take in the background."""
     rank: int = Field(default=4, ge=1)
-    """Of PowerSGD."""
+    """Rank of PowerSGD."""
 
     @property
     def name(self) -> str:
@@ -56,31 +56,31 @@ class MethodSetting(FiniteFigures):
 
 
 class StepForecast(FiniteFigures):
-    """What a setting is predicted to do."""
+    """Predicted step under one setting."""
 
     setting: MethodSetting
     step_s: float
-    """On average, warm-up included."""
+    """Mean, including warm-up."""
     exchange_s: float
-    """Of the step's exchanges, hidden or not."""
+    """Exchanges of the step, overlapped or not."""
     hidden_s: float
-    """Of these, while the workers compute."""
+    """Part of them that overlaps with compute."""
     bytes_per_step: float
     """Sent by one worker."""
     steps_factor: float
     one_exchange_s: float
-    """A single one, as it can be timed: of all buckets, or of one averaging."""
+    """A single exchange, as it can be timed: of all buckets, or of one averaging."""
     begin_s: float = 0.0
-    """What it takes to begin, shared out over the steps that are left."""
+    """Start-up cost, spread over the remaining steps."""
 
     @property
     def cost_s(self) -> float:
-        """What one dense synchronous step's progress takes: by this settings are compared."""
+        """Time for the progress of one dense synchronous step: settings are compared by this."""
         return self.step_s * self.steps_factor + self.begin_s
 
 
 def forecast(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
-    """Predict a step with one setting."""
+    """Predict a step under one setting."""
     kind = METHODS[setting.method].kind
     result = {"synchronous": _synchronous, "local": _local, "asynchronous": _asynchronous}[kind](
         clock, work, setting
@@ -89,7 +89,7 @@ def forecast(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepFore
 
 
 def split_buckets(work: SharedWork, bucket_bytes: int) -> tuple[int, ...]:
-    """Gradients sent together, in their order; a larger one goes alone."""
+    """Buckets of gradients, in order; a larger gradient is a bucket of its own."""
     buckets: list[int] = []
     for size in work.gradient_bytes:
         if buckets and buckets[-1] + size <= bucket_bytes:
@@ -107,7 +107,7 @@ def _synchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> Step
     ready, ended = 0, 0.0
     for size, span in zip(buckets, spans, strict=True):
         ready += size
-        # Gradients come about as fast as their weights are large.
+        # Gradients become ready in proportion to the size of their weights.
         begins = max(ended, backward_s * ready / max(work.bytes, 1))
         ended = begins + span.seconds
     hidden = max(exchange_s - max(ended - backward_s, 0.0), 0.0) * work.hides
@@ -140,7 +140,7 @@ def _local(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForeca
 
 
 def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> StepForecast:
-    """Nobody waits for another: what counts is how many steps all of them do together."""
+    """No worker waits for another: the total number of steps of all workers counts."""
     result = forecast_async(clock.figures, work, setting, staleness=work.staleness)
     forecast = _make(
         clock,
@@ -154,20 +154,20 @@ def _asynchronous(clock: Clock, work: SharedWork, setting: MethodSetting) -> Ste
     return forecast.model_copy(update={"begin_s": ASYNCHRONOUS_S / (work.steps or _LONG_STEPS)})
 
 
-def _warmed_up(clock: Clock, work: SharedWork, told: StepForecast) -> StepForecast:
-    setting = told.setting
+def _warmed_up(clock: Clock, work: SharedWork, forecast: StepForecast) -> StepForecast:
+    setting = forecast.setting
     if setting.codec != "onebit" or METHODS[setting.method].kind != "synchronous":
-        return told
+        return forecast
     if clock.figures.codec(BEFORE_ONE_BIT) is None:
-        return told
+        return forecast
     before = _synchronous(clock, work, setting.model_copy(update={"codec": BEFORE_ONE_BIT}))
     steps = work.steps or work.memory_steps * _MANY
     share = min(one_bit_from(steps, memory_steps=work.memory_steps) / steps, 1.0)
 
     def mixed(read: Callable[[StepForecast], float]) -> float:
-        return share * read(before) + (1 - share) * read(told)
+        return share * read(before) + (1 - share) * read(forecast)
 
-    return told.model_copy(
+    return forecast.model_copy(
         update={
             "step_s": mixed(lambda item: item.step_s),
             "exchange_s": mixed(lambda item: item.exchange_s),
@@ -206,7 +206,7 @@ def _make(
 
 
 def _computing(clock: Clock, work: SharedWork) -> tuple[float, float]:
-    """A step and its last backward pass, of the slowest worker."""
+    """Step and last backward pass of the slowest worker."""
     compute_s = clock.figures.slowest_compute_s or work.compute_s
     return compute_s, compute_s * min(work.backward_s / work.compute_s, 1.0)
 
@@ -234,7 +234,7 @@ def _pass_on(clock: Clock, work: SharedWork, setting: MethodSetting, size_bytes:
 def _low_rank(
     clock: Clock, work: SharedWork, setting: MethodSetting, method: str, size_bytes: float
 ) -> Span:
-    """Two thin factors, one after the other; what is no matrix goes dense with the first."""
+    """Two low-rank factors, one after the other; other weights are sent dense with the first."""
     share = size_bytes / max(work.bytes, 1)
     full = _VALUE_BYTES * sum(rows * columns for rows, columns in work.matrices)
     rows = _VALUE_BYTES * setting.rank * sum(rows for rows, _ in work.matrices)

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from yunlu.planning.communication.method_choice import MethodDecision, MethodQuery
 
 _GAIN = 0.25
-"""Of the time to the same loss, by each that leaves: less is not worth a device that stands idle."""
+"""Least gain of the time to the same loss per excluded host; less does not justify an idle device."""
 _LAGGING = 1.5
-"""How many times slower than most of the rest a host must be: where all links are slow, nobody lags."""
+"""A straggler is this many times slower than most others: where all links are slow, there is none."""
 _LEAVE_S = 5.0
-"""The others meet anew, and measure their links."""
+"""Cost of an exclusion: the others rendezvous again, and measure their links."""
 _WORTH = 2.0
-"""By how much that must be repaid."""
+"""Factor by which the gain must exceed that cost."""
 
 
 class StragglerExclusion(FiniteFigures):
-    """Who had better step aside, and why."""
+    """Hosts to exclude, and why."""
 
     hosts: tuple[str, ...]
     ranks: tuple[int, ...]
     step_s: float
-    """What a step is predicted to take without them."""
+    """Predicted step time without them."""
     reason: str
 
 
@@ -50,7 +50,7 @@ def find_stragglers_to_exclude(
     """
     best, retained = decision, figures
     for fewer, rest in _leave_one_by_one(decision, figures):
-        # Of two that are equally slow, only the second one's leaving gains anything.
+        # Of two equally slow hosts, only excluding both gains anything.
         if fewer.chosen.cost_s <= (1 - _GAIN) * best.chosen.cost_s:
             best, retained = fewer, rest
     if retained is figures:
@@ -71,7 +71,7 @@ def find_stragglers_to_exclude(
 def _leave_one_by_one(
     decision: MethodDecision, figures: WireFigures
 ) -> Iterator[tuple[MethodDecision, WireFigures]]:
-    """What would be chosen without the one, then the two, for whom the others wait most, and so on."""
+    """The choice without one, two, ... hosts that the others wait for most."""
     retained = figures
     while result := [
         (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
@@ -82,23 +82,23 @@ def _leave_one_by_one(
 
 
 def _with_more(decision: MethodDecision, *, size: int, of: int) -> MethodQuery:
-    """The same question to fewer workers, each of whom does more of a step."""
+    """The same query for fewer workers, each with more samples."""
     question, more = decision.question, size / of
     work = question.work.model_copy(update={"compute_s": question.work.compute_s * more})
     return question.model_copy(update={"work": work})
 
 
 def _without_each(figures: WireFigures) -> Iterator[WireFigures]:
-    """Without the host that computes most slowly, and without that of the slowest link, if they lag."""
+    """Without the host of the slowest compute, and without that of the slowest link, if they lag."""
     names = figures.host_names
     if len(names) == 1:
         return
     rates = np.array(figures.bytes_per_s)
     np.fill_diagonal(rates, 0.0)
-    # The best that it sends and receives: a slow host makes one link of each other host slow, too.
+    # Its best links in both directions: a slow host makes one link of every other host slow too.
     links = 1 / np.minimum(rates.max(axis=0), rates.max(axis=1))
     if len(names) == 2:
-        links[0] = 0.0  # alone, it would wait for no link at all
+        links[0] = 0.0  # a single host would wait for no link
     paces = np.zeros(len(names))
     if figures.compute_s:
         np.maximum.at(paces, figures.host_numbers, np.array(figures.compute_s))
@@ -108,7 +108,7 @@ def _without_each(figures: WireFigures) -> Iterator[WireFigures]:
 
 
 def _find_lagging(spans: NDArray[np.float64]) -> int:
-    """Which of the hosts falls behind the rest; the first, which stays anyway, where none does."""
+    """The host that lags behind the rest; the first, which always stays, where none does."""
     slowest = 1 + int(spans[1:].argmax())
     is_lagging = spans[slowest] > _LAGGING * np.median(np.delete(spans, slowest))
     return slowest if is_lagging else 0

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from yunlu.planning.communication.step_forecast import StepForecast
 
 GAIN = 0.15
-"""Of the time to the same loss, below which nothing is changed: about what predictions are off by."""
+"""Least gain of the time to the same loss for a change: about the error of predictions."""
 SWITCH_S = 2.0
-"""New connections and buffers, and residuals that are lost."""
+"""Cost of a switch: new connections and buffers, lost residuals."""
 _WORTH = 2.0
-"""By how much a switch must repay what it takes."""
+"""Factor by which the gain must exceed the cost of a switch."""
 _DOUBT = 1.25
-"""Predictions that differ by less may be the wrong way round."""
+"""Predictions that differ by less may be in the wrong order."""
 _LEAST_STEPS = 100
-"""In fewer, what a trial finds is not worth its steps."""
+"""With fewer steps left a timed comparison does not pay off."""
 _WINDOW = 9
 _CHANGED = 1.3
-"""Beyond this, in either direction, exchanges no longer take what they took."""
+"""Ratio of exchange times, in either direction, that counts as a change."""
 
 
 def should_switch(
@@ -39,7 +39,7 @@ def should_switch(
     steps_left: int | None = None,
     switch_s: float | None = None,
 ) -> MethodDecision | None:
-    """A new decision where it gains at least 15 % and repays the switch in the steps that are left."""
+    """A new decision where it gains at least 15 % and pays for the switch in the remaining steps."""
     fresh = choose(figures, decision.question)
     if fresh.setting == decision.setting:
         return None
@@ -57,7 +57,7 @@ def should_switch(
 
 
 def renew(decision: MethodDecision, figures: WireFigures) -> MethodDecision:
-    """The same way to exchange, as it is predicted over other links."""
+    """The same setting, predicted for other links."""
     work = decision.question.work
     chosen = forecast(Clock(figures), work, decision.setting)
     reason = explain(figures, work, chosen, decision.plain)
@@ -65,7 +65,7 @@ def renew(decision: MethodDecision, figures: WireFigures) -> MethodDecision:
 
 
 def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> StepForecast | None:
-    """Who might be faster than what was chosen: torch's own sum, or the fastest of ours where that was.
+    """The runner-up that might be faster than the choice: torch's all-reduce, or the fastest of ours.
 
     None where the prediction leaves no doubt, where the user decides, and where it could matter for
     the loss which of the two is taken.
@@ -85,14 +85,14 @@ def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> S
     return others[0]
 
 
-def _is_plain(told: StepForecast) -> bool:
-    setting = told.setting
+def _is_plain(forecast: StepForecast) -> bool:
+    setting = forecast.setting
     return setting.codec == "none" and METHODS[setting.method].kind == "synchronous"
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMonitor:
-    """What exchanges took of late, over what was predicted.
+    """Ratio of recent exchange times to the predicted ones.
 
     Predictions may be off by a constant share, so the first exchanges say what is usual. The median of a
     few is compared: single ones are late for many reasons.
@@ -103,7 +103,7 @@ class LinkMonitor:
     usual: float | None = None
 
     def note(self, seconds: float) -> LinkMonitor:
-        """With one exchange more; what is no time at all tells nothing."""
+        """With one more exchange; zero times are ignored."""
         if not (math.isfinite(seconds) and seconds > 0 and self.predicted_s > 0):
             return self
         ratios = (*self.ratios, seconds / self.predicted_s)[-_WINDOW:]
@@ -114,12 +114,12 @@ class LinkMonitor:
 
     @property
     def ratio(self) -> float | None:
-        """What exchanges take now over what was predicted; none until enough were seen."""
+        """Current ratio of exchange time to prediction; None until enough were seen."""
         return statistics.median(self.ratios) if len(self.ratios) == _WINDOW else self.usual
 
     @property
     def has_changed(self) -> bool:
-        """Whether it is worth measuring the links again."""
+        """Whether the links should be measured again."""
         if self.usual is None or len(self.ratios) < _WINDOW:
             return False
         change = statistics.median(self.ratios) / self.usual

@@ -31,22 +31,22 @@ _TORCH_MESSAGE_S = 7e-4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What an exchange takes."""
+    """Duration and traffic of an exchange."""
 
     seconds: float
     sent_bytes: float
-    """By one worker, on average."""
+    """Mean over workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Tells the time of exchanges over some links, each once."""
+    """Predicts the time of exchanges over given links, cached."""
 
     figures: WireFigures
     known: dict[tuple[object, ...], Span] = field(default_factory=dict[tuple[object, ...], Span])
 
     def sum_s(self, method: str, size_bytes: float) -> Span:
-        """Adding up so many bytes of fp32 of each worker."""
+        """All-reduce of so many bytes of fp32."""
         size = _rounded(size_bytes)
         key = "sum", method, size
         if key not in self.known:
@@ -54,7 +54,7 @@ class Clock:
         return self.known[key]
 
     def compressed_s(self, codec: CodecCost, size_bytes: float) -> Span:
-        """Adding up encoded parts: to their owners, and the sums back to all."""
+        """Reduce-scatter and all-gather of encoded parts."""
         size = _rounded(size_bytes)
         key = "compressed", codec.name, size
         if key not in self.known:
@@ -86,7 +86,7 @@ class Clock:
             return Span(0.0, 0.0)
         values = size_bytes / _VALUE_BYTES
         rounds = direct(self.figures.host_numbers.tolist(), values * codec.bytes_per_value)
-        # Each packs all it has and once more the sums it owns; it unpacks what the others sent it
+        # Each encodes its gradients and the sums it owns; it decodes the other workers' versions
         # of its own part, and their sums.
         packed = values * (1 + 1 / workers) * codec.encode_s_per_value
         unpacked = values * 2 * (workers - 1) / workers * codec.decode_s_per_value
@@ -96,10 +96,10 @@ class Clock:
 
 
 def elapse(figures: WireFigures, rounds: Sequence[MessageRound]) -> float:
-    """Seconds until the last worker is through, each going on as soon as a first piece has come."""
+    """Seconds until the last worker has finished; each forwards pieces as they arrive."""
     hosts, size = figures.host_numbers, figures.size
     latency, rate = np.array(figures.latency_s), np.array(figures.bytes_per_s)
-    # Of each worker: when it has something to pass on, has all of it, and is free to send and receive.
+    # Per worker: when it has something to forward, has all of it, and is free to send and receive.
     ready, whole, sent, got = (np.zeros(size) for _ in range(4))
     used = np.zeros((size, size))
     for item in rounds:
@@ -129,14 +129,14 @@ def elapse(figures: WireFigures, rounds: Sequence[MessageRound]) -> float:
 
 
 def _shared_s(
-    figures: WireFigures, each: MessageRound
+    figures: WireFigures, messages: MessageRound
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How long all that leaves a message's host in a round, and all that enters its other one, takes."""
-    source, target = figures.host_numbers[each.sources], figures.host_numbers[each.targets]
-    crossing = np.where(source == target, 0.0, each.bytes)
+    """Transfer time of everything that leaves a message's source host, and enters its target host, in a round."""
+    source, target = figures.host_numbers[messages.sources], figures.host_numbers[messages.targets]
+    crossing = np.where(source == target, 0.0, messages.bytes)
     upload, download = np.array(figures.send_bytes_per_s), np.array(figures.receive_bytes_per_s)
-    if not each.is_two_way:
-        # Those two were seen with all connections in use both ways.
+    if not messages.is_two_way:
+        # Both were measured with all connections in use in both directions.
         apart = np.where(np.eye(len(upload), dtype=bool), 0.0, np.array(figures.bytes_per_s))
         upload = np.maximum(upload, apart.max(axis=1))
         download = np.maximum(download, apart.max(axis=0))
@@ -146,9 +146,9 @@ def _shared_s(
     return np.where(crosses, uploaded[source], 0.0), np.where(crosses, downloaded[target], 0.0)
 
 
-def _extra(each: MessageRound, workers: int) -> NDArray[np.int64]:
-    sends = np.bincount(each.sources, minlength=workers)
-    receives = np.bincount(each.targets, minlength=workers)
+def _extra(messages: MessageRound, workers: int) -> NDArray[np.int64]:
+    sends = np.bincount(messages.sources, minlength=workers)
+    receives = np.bincount(messages.targets, minlength=workers)
     return np.maximum(np.maximum(sends, receives) - 1, 0)
 
 
@@ -157,5 +157,5 @@ def _sent(rounds: Sequence[MessageRound]) -> float:
 
 
 def _rounded(size_bytes: float) -> float:
-    """So that buckets of nearly the same size are told once."""
+    """Rounded, so that buckets of nearly the same size are computed once."""
     return float(f"{size_bytes:.{_DIGITS}g}")

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ALIKE = 1.25
-"""Bursts that differ by less differ by chance: workers are disturbed, and their turns are short."""
+"""Bursts that differ by less differ by chance."""
 
 
 class WorkerSpeed(FiniteFigures):
-    """How fast a worker computes."""
+    """Compute speed of a worker."""
 
     turns_per_s: float = Field(gt=0)
-    """Of a burst that all workers made at the same time."""
+    """From a burst that all workers made at the same time."""
     step_s: float | None = Field(default=None, gt=0)
-    """Forward and backward of its share of a step, in its latest ones, where it has made some."""
+    """Forward and backward of its share of a step, if it has made steps."""
 
 
 def is_doubtful(paces: Sequence[WorkerSpeed]) -> bool:
-    """Whether somebody did so much better or worse than most that it should be looked at again."""
+    """Whether a worker differs so much from most that it should be measured again."""
     usual = statistics.median(pace.turns_per_s for pace in paces)
     return any(not 1 / _ALIKE < pace.turns_per_s / usual < _ALIKE for pace in paces)
 
 
 def steps_of(paces: Sequence[WorkerSpeed], *, planned_s: float) -> tuple[float, ...]:
-    """Seconds of each worker's share of a step: as seen, or in proportion to somebody whose is known.
+    """Step time of each worker: measured, or in proportion to a worker whose time is known.
 
     Args:
         paces: Of all workers; the first is on the machine that the plan was made on.

@@ -26,15 +26,15 @@ _UNQUANTISED_BYTES = 2.0
 
 
 class _Matrix(NamedTuple):
-    """One of the matrices of the blocks."""
+    """One matrix of the blocks."""
 
     rows: int
     columns: int
     part: Literal["attention", "mlp", "expert"]
-    kept: int
-    """How often the model has it."""
+    copies: int
+    """Number of copies in the model."""
     met: int
-    """How many of these one token is multiplied with."""
+    """Number of copies that one token is multiplied with."""
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class _Matrix(NamedTuple):
 
     @property
     def border(self) -> int:
-        """Weights of an adapter of rank one."""
+        """Weights of a rank-one adapter."""
         return self.rows + self.columns
 
 
@@ -54,17 +54,17 @@ def parameters(shape: ModelShape) -> int:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Weights that one token meets, without the embedding and positions that are only looked up."""
+    """Weights used by one token, without embedding and position lookups."""
     if shape.kind == "measured":
         return shape.measured_parameters
     return met_matrices(shape) + _others(shape)
 
 
 def adapter_parameters(shape: ModelShape) -> int:
-    """Weights of the adapters: as many rows and columns as each adapted matrix, times the rank."""
+    """Weights of the adapters: rows plus columns of each adapted matrix, times the rank."""
     if shape.adapter is None:
         return 0
-    return shape.adapter.rank * sum(item.kept * item.border for item in _adapted(shape))
+    return shape.adapter.rank * sum(item.copies * item.border for item in _adapted(shape))
 
 
 def trainable(shape: ModelShape) -> int:
@@ -75,19 +75,19 @@ def trainable(shape: ModelShape) -> int:
 
 
 def base_bytes(shape: ModelShape) -> float:
-    """Bytes of each frozen weight, on average: only the matrices of the blocks are quantised."""
+    """Mean bytes of a frozen weight: only the matrices of the blocks are quantised."""
     if shape.kind == "measured":
-        return _BASE_BYTES["fp32"]  # as our own engine keeps what it did not shape itself
+        return _BASE_BYTES["fp32"]  # as our engine stores weights it did not create
     if shape.adapter is None or shape.adapter.base in {"fp32", "bf16"}:
         return _BASE_BYTES[shape.adapter.base] if shape.adapter else _UNQUANTISED_BYTES
     whole = parameters(shape)
-    quantised = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
+    quantised = sum(matrix.size * matrix.copies for matrix in _block_matrices(shape))
     saved = _UNQUANTISED_BYTES - _BASE_BYTES[shape.adapter.base]
     return _UNQUANTISED_BYTES - saved * quantised / whole
 
 
 def met_matrices(shape: ModelShape) -> int:
-    """Entries of all matrices that one token is multiplied with; of experts, only the chosen."""
+    """Entries of all matrices that one token is multiplied with; of experts, only the active ones."""
     blocks = sum(matrix.size * matrix.met for matrix in _block_matrices(shape))
     return blocks + _routers(shape) + _mixers(shape) + shape.other_matrices + _head(shape)
 
@@ -102,7 +102,7 @@ def flops_per_token(shape: ModelShape, seq: int) -> float:
     if shape.kind == "measured":
         return shape.measured_flops / (shape.tokens_per_sample or seq)
     if shape.adapter is None:
-        # Nothing was trained before an image: what meets it first gives no gradient further back.
+        # Nothing is trained before an image: the first matrix needs no input gradient.
         raw = shape.other_matrices if shape.kind == "vision" else 0
         return 6.0 * met_matrices(shape) - 2.0 * raw + attention_flops_per_token(shape, seq)
     added = shape.adapter.rank * sum(item.met * item.border for item in _adapted(shape))
@@ -112,7 +112,7 @@ def flops_per_token(shape: ModelShape, seq: int) -> float:
 def attention_flops_per_token(shape: ModelShape, seq: int) -> float:
     """Of scores and weighted sums alone, forward and backward."""
     attending = shape.attending
-    if shape.kind == "encoder-decoder":  # the decoder looks back at itself and at all of the source
+    if shape.kind == "encoder-decoder":  # the decoder attends to itself and to the whole source
         looking_back = shape.decoder_layers
         seen = attending * seq + looking_back * visible(seq, causal=True)
     else:
@@ -123,14 +123,14 @@ def attention_flops_per_token(shape: ModelShape, seq: int) -> float:
 
 
 def visible(seq: float, *, causal: bool, window: int = 0) -> float:
-    """Tokens that attention looks at, on average over a sequence."""
+    """Mean number of tokens that attention sees over a sequence."""
     if not window or window >= seq:
         return seq / 2 if causal else float(seq)
     return window * (1 - window / (2 * seq)) if causal else float(window)
 
 
 def columns_of(shape: ModelShape, seq: int) -> dict[str, float]:
-    """The model's columns of ``predict.query_batch.QueryBatch``."""
+    """Model columns of ``predict.query_batch.QueryBatch``."""
     experts = shape.experts
     measured = {"activation_bytes": shape.measured_activation_bytes}
     return {
@@ -156,11 +156,11 @@ def columns_of(shape: ModelShape, seq: int) -> dict[str, float]:
 
 
 MOST_WAYS = 64
-"""As far as our engine looks: no model is cut or parted further."""
+"""Limit of our engine: no model is split further."""
 
 
 def tensor_ways(shape: ModelShape, most: int = MOST_WAYS) -> tuple[int, ...]:
-    """Sizes of ``tp`` that divide the heads and widths of every block, 1 first; only 1 if it is not cut."""
+    """Sizes of ``tp`` that divide the heads and widths of every block, 1 first; only 1 if it cannot be split."""
     if shape.why_not_cut:
         return (1,)
     if shape.kind == "measured":
@@ -174,7 +174,7 @@ def tensor_ways(shape: ModelShape, most: int = MOST_WAYS) -> tuple[int, ...]:
 
 
 def stages(shape: ModelShape) -> int:
-    """Blocks in a row that a pipeline may part: the most stages."""
+    """Most pipeline stages: blocks in a row."""
     if shape.why_not_parted:
         return 1
     layers = shape.measured_stages if shape.kind == "measured" else shape.layers
@@ -231,7 +231,7 @@ def _adapted(shape: ModelShape) -> Iterator[_Matrix]:
 
 
 def _routers(shape: ModelShape) -> int:
-    """What chooses the experts, and what narrows tokens for them and widens them again."""
+    """Router, and projections of tokens to and from the experts' width."""
     if shape.experts is None:
         return 0
     return shape.expert_layers * shape.hidden * (shape.experts.count + 2 * shape.experts.width)
@@ -246,8 +246,8 @@ def _head(shape: ModelShape) -> int:
 
 
 def _matrices_kept(shape: ModelShape) -> int:
-    """Entries of all matrices that the model keeps; a tied head is the embedding."""
-    blocks = sum(matrix.size * matrix.kept for matrix in _block_matrices(shape))
+    """Entries of all stored matrices; a tied head is the embedding."""
+    blocks = sum(matrix.size * matrix.copies for matrix in _block_matrices(shape))
     head = 0 if shape.tied else _head(shape)
     return blocks + _routers(shape) + _mixers(shape) + shape.other_matrices + head
 

@@ -83,7 +83,7 @@ def shape_from_config(
 
 
 def can_describe(config: Mapping[str, Any]) -> bool:
-    """Whether such a model is a stack of like blocks, so that its sizes tell its shape."""
+    """Whether such a model is a stack of identical blocks, so that its sizes define its shape."""
     return str(config.get("model_type") or "") not in _NOT_LIKE_BLOCKS
 
 
@@ -107,13 +107,13 @@ def _shape_within(
     try:
         beside = parameters(shape_from_config(seeing, where=f"{where}: vision_config"))
     except ModelError:
-        return shape  # the language model is what a plan depends on
+        return shape  # a plan depends on the language model
     own = shape.other_parameters or 0
     return shape.model_copy(update={"other_parameters": own + beside})
 
 
 def _guess_family(fields: Fields) -> Family:
-    """An architecture that nobody here has heard of, by the names of its fields."""
+    """An unknown architecture, by the names of its fields."""
     if fields.get("is_encoder_decoder") or fields.size("decoder_layers", 0):
         return Family(kind="encoder-decoder", gated=False, norm_vectors=2, out_bias=True)
     if fields.get("image_size") and fields.get("patch_size") and not fields.size("vocab", 0):

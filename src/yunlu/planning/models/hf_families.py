@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Bias = bool | str
-"""Whether there is one; a name: the field of the configuration that tells."""
+"""Whether there is one; a string names the field of the configuration that says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Family:
     norm_vectors: int = 1
     """1: only scales (RMSNorm); 2: shifts too (LayerNorm)."""
     norms: int = 2
-    """Of a block."""
+    """Norms per block."""
     final_norm: bool = True
     embedding_norm: bool = False
     qkv_bias: Bias = False
@@ -35,13 +35,13 @@ class Family:
     extra_positions: int = 0
     """Learned positions besides, such as an offset for padding."""
     reserved_positions: int = 0
-    """Of the field's, those that no token of a text gets."""
+    """Positions of the field that no text token uses."""
     window_every: int = 1
-    """Of so many blocks in a row, the last looks at all tokens; 1: every block has the window."""
+    """In every so many blocks the last attends to all tokens; 1: every block has the window."""
     block_scales: int = 0
     """Further vectors of a block, such as a scale of each branch."""
     defaults: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Fields that configurations leave out where they are as the software has them."""
+    """Defaults of fields that configurations omit."""
 
 
 _LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
@@ -193,5 +193,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(model_type: str) -> Family | None:
-    """The family, if it is a known one."""
+    """The family, if known."""
     return FAMILIES.get(model_type)

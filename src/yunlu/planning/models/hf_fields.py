@@ -45,11 +45,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "mixer_kernel": ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim"),
     "mixer_state": ("ssm_state_size", "mamba_d_state"),
 }  # fmt: skip
-"""What we call it, and what configurations do; the first is the most usual."""
+"""Our name and those in configurations; the most common first."""
 
 
 class Fields:
-    """A configuration, the defaults of its family, and where it was read."""
+    """A configuration with its family's defaults and its source."""
 
     def __init__(
         self, config: Mapping[str, Any], *, where: str, defaults: Mapping[str, Any]
@@ -59,16 +59,16 @@ class Fields:
         self._defaults = defaults
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """The field of this very name, else the family's default, else ``otherwise``."""
+        """The field of this name, else the family's default, else ``otherwise``."""
         value = self.config.get(name)
         return self._defaults.get(name, otherwise) if value is None else value
 
     def flag(self, given: bool | str) -> bool:
-        """A truth, or the field that tells it."""
+        """A boolean, or the field that holds it."""
         return bool(self.get(given, otherwise=False)) if isinstance(given, str) else given
 
     def need(self, meaning: str, expected: str) -> int:
-        """A size that must be there and be at least 1."""
+        """A required size of at least 1."""
         value = self.size(meaning, 0)
         if value == 0:
             names = ALIASES[meaning]
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def size(self, meaning: str, otherwise: int) -> int:
-        """A size under any of its names; none, null or 0 there: ``otherwise``."""
+        """A size under any of its names; ``otherwise`` where absent, null or 0."""
         names = ALIASES[meaning]
         for source in (self.config, self._defaults):
             for name in names:
@@ -90,13 +90,13 @@ class Fields:
         return otherwise
 
     def number(self, name: str, otherwise: int) -> int:
-        """A whole number under this very name."""
+        """An integer of this name."""
         value = self.get(name)
         return otherwise if value is None else self._whole(name, value)
 
     def _whole(self, name: str, value: Any) -> int:
         if isinstance(value, list | tuple) and value and len(set(map(str, value))) == 1:
-            value = value[0]  # one entry for each block, all the same
+            value = value[0]  # one entry for each block, all equal
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
             raise ModelError(
                 f"{self.where}: the field {name!r} is {value!r}; expected a whole number."

@@ -36,7 +36,7 @@ def find_ffn(fields: Fields, hidden: int, *, needed: bool) -> int:
         return int(nested["ffn_hidden_size"])
     if fields.get("expansion_ratio"):
         return int(fields.get("expansion_ratio") * hidden)
-    # What GPT-2 began and these families follow: four times the width, and no field for it.
+    # As in GPT-2 and its followers: four times the width, without a field.
     four = {"gpt2", "gpt_bigcode", "gptj", "gpt_neo", "openai-gpt", "bloom", "falcon"}
     if fields.get("model_type") in four:
         return 4 * hidden
@@ -44,7 +44,7 @@ def find_ffn(fields: Fields, hidden: int, *, needed: bool) -> int:
 
 
 def is_gated(fields: Fields, family: Family) -> bool:
-    """Whether the MLP has three matrices."""
+    """Whether the MLP is gated (three matrices)."""
     projection = str(fields.get("feed_forward_proj") or "")
     return projection.startswith("gated") if projection else family.gated
 
@@ -63,14 +63,14 @@ def count_positions(fields: Fields, family: Family) -> int:
 
 
 def longest_sequence(fields: Fields, family: Family) -> int:
-    """Tokens that learned positions reach; 0: there are none, and so no end."""
+    """Longest sequence with learned positions; 0: there are none, so no limit."""
     if not family.positions:
         return 0
     return fields.number(family.positions, 0) - family.reserved_positions
 
 
 def find_latent(fields: Fields) -> Latent | None:
-    """Attention through narrow vectors, where it is."""
+    """Latent attention, where present."""
     if not fields.get("kv_lora_rank"):
         return None
     return Latent(
@@ -83,7 +83,7 @@ def find_latent(fields: Fields) -> Latent | None:
 
 
 def find_experts(fields: Fields, layers: int) -> Experts | None:
-    """Alternatives to the MLP, where there are."""
+    """Mixture of experts, where present."""
     count = fields.size("experts", 0)
     if count <= 1:
         return None
@@ -116,7 +116,7 @@ def _every(fields: Fields) -> int:
 
 
 def _expert_layers(fields: Fields, layers: int) -> int:
-    """Blocks with experts, where the configuration lists them; 0: it does not."""
+    """Blocks with experts, where the configuration lists them; 0 where it does not."""
     frequency, kinds = fields.get("moe_layer_freq"), fields.get("mlp_layer_types")
     if isinstance(frequency, list):
         return sum(map(int, frequency))
@@ -136,7 +136,7 @@ def _expert_layers(fields: Fields, layers: int) -> int:
 
 
 def find_windows(fields: Fields, family: Family, layers: int) -> tuple[int, int]:
-    """How far blocks look back, and how many look at all tokens nevertheless."""
+    """Attention window of the blocks, and how many attend to all tokens."""
     size = fields.number("sliding_window", 0) or fields.number("attention_chunk_size", 0)
     size = size or fields.number("local_attention", 0)
     if not size or fields.get("use_sliding_window") is False:
@@ -153,7 +153,7 @@ def find_windows(fields: Fields, family: Family, layers: int) -> tuple[int, int]
 
 
 def find_pattern(fields: Fields) -> str:
-    """One letter for each block that is a mixer (M), attention (*), an MLP (-) or experts (E) alone."""
+    """One letter per block: mixer (M), attention (*), MLP (-) or experts (E)."""
     if pattern := fields.get("hybrid_override_pattern"):
         return str(pattern)
     letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
@@ -184,7 +184,7 @@ def find_mixers(fields: Fields, layers: int, hidden: int) -> dict[str, int]:
 
 
 def count_mixer_vectors(fields: Fields, hidden: int) -> int:
-    """Weights of one such block that are no matrices: short convolutions, rates, norms."""
+    """Non-matrix weights of one such block: short convolutions, rates, norms."""
     return _mixer_sizes(fields, hidden)[1]
 
 

@@ -17,14 +17,14 @@ _CUT = frozenset({
     "llama", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi",
     "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "starcoder2",
 })
-"""Of these transformers has a tensor-parallel plan that names only layers we can cut."""
+"""Model types whose transformers tensor-parallel plan uses only layers that we support."""
 _PARTED = frozenset({
     *_CUT, "bert", "deepseek_v2", "deepseek_v3", "dinov2", "distilbert", "gemma", "gemma2",
     "gemma3_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_oss", "granitemoe", "granitemoeshared",
     "minimax_m2", "mixtral", "olmoe", "opt", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
     "qwen3_next", "roberta", "stablelm",
 })
-"""Of these the blocks pass one tensor on, and nothing outside looks into them."""
+"""Model types whose blocks pass on one tensor, and are not accessed from outside."""
 _UNPARTED = frozenset({
     "bloom", "camembert", "clip_vision_model", "deit", "falcon", "gpt_neo", "gptj",
     "granitemoehybrid", "llama4_text", "modernbert", "mpt", "nemotron_h", "openai-gpt", "vit",
@@ -38,7 +38,7 @@ SEVERAL_MODELS = "it is several models in one"
 
 
 def note_splits(shape: ModelShape, model_type: str) -> ModelShape:
-    """The shape with the reasons why such a model is not cut, or not parted."""
+    """The shape with the reasons why such a model cannot be split by tp or pp."""
     reasons = {
         "why_not_cut": _why_not_cut(shape, model_type),
         "why_not_parted": _why_not_parted(shape, model_type),

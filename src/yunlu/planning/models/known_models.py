@@ -27,9 +27,9 @@ _FIELDS = {
     "active": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
 }
-"""What our columns are called in a ``config.json``."""
+"""Field names of our columns in a ``config.json``."""
 
-# What people add to the name of a model without changing its shape.
+# Suffixes of model names that do not change the shape.
 _IN_BRACKETS = re.compile(r"\(.*?\)")
 _FRILLS = re.compile(
     r"(hf|instruct|it|pt|chat|base|sft|lora|qlora|gptq|awq|bf16|fp8|nvfp4|pretrained|preview|maxtext"
@@ -62,7 +62,7 @@ def find_config(name: str) -> dict[str, Any] | None:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    """Configurations by every spelling."""
+    """Configurations by every alias."""
     text = files("yunlu.planning").joinpath("data/models.csv").read_text(encoding="utf-8")
     result: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -86,25 +86,25 @@ def _config_of(row: dict[str, str]) -> dict[str, Any]:
 def _value(key: str, text: str) -> Any:
     if key == "architectures":
         return [text]
-    if "*" in text:  # so many blocks of each kind; their order matters to nothing here
+    if "*" in text:  # number of blocks of each kind; their order does not matter here
         runs = [run.split("*") for run in text.split("+")]
         return [kind for kind, times in runs for _ in range(int(times))]
     return int(text) if text.isdigit() else text
 
 
 def _spellings(name: str) -> list[str]:
-    """The name as it stands, then with less and less around it."""
+    """The name itself, then with fewer prefixes and suffixes."""
     plain = _IN_BRACKETS.sub(" ", name.removeprefix("hf:")).strip()
     last = plain.rpartition("/")[2]
     return [_plain(plain), _plain(last), _plain(_bare(last))]
 
 
 def _bare(name: str) -> str:
-    """Without what does not change the shape."""
+    """Without parts that do not change the shape."""
     parts = _BETWEEN.split(name.lower().strip())
     return " ".join(word for word in parts if word and not _FRILLS.fullmatch(word))
 
 
 def _plain(name: str) -> str:
-    """Without what is written between words; a point stays: 1.3b is not 13b."""
+    """Without separators; a point stays: 1.3b is not 13b."""
     return _BETWEEN.sub("", name.lower())

@@ -47,7 +47,7 @@ def own_transformer(
     mup_base: int | None = None,
     mup_heads: int | None = None,
 ) -> ModelShape:
-    """The shape of ``training.models.transformer``'s and ``seq2seq``'s modules with these arguments."""
+    """Shape of the modules in ``training.models.transformer`` and ``seq2seq`` with these arguments."""
     del dropout, mup_base, mup_heads  # change no shapes
     depth = _LAYERS[kind] if layers is None else layers
     if min(width, depth, heads) < 1 or width % (2 * heads):
@@ -81,7 +81,7 @@ def own_transformer(
 
 
 def own_adapter(spec: AdapterSpec | None) -> Adapter | None:
-    """The adapter that a job asks for; frozen weights stay in FP32, as our engine keeps all."""
+    """Adapter of a job; frozen weights stay in FP32, as in our engine."""
     if spec is None:
         return None
     ends = {target.rpartition(".")[2] for target in spec.targets}

@@ -8,120 +8,120 @@ from yunlu.core.value import Value
 
 
 class Adapter(Value):
-    """A few trained weights beside frozen ones (LoRA; QLoRA where the frozen ones are 4 bits wide)."""
+    """Low-rank adapter beside frozen weights (LoRA; QLoRA with 4-bit frozen weights)."""
 
     rank: int
     targets: Literal["attention", "linear"] = "linear"
-    """Which matrices get one: the four of attention, or every matrix of a block."""
+    """Adapted matrices: the four of attention, or every matrix of a block."""
     base: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
-    """How the frozen weights are kept."""
+    """Storage of the frozen weights."""
     experts: bool = False
-    """Whether each routed expert gets its own; most software leaves these as they are."""
+    """Whether each routed expert is adapted; most software does not."""
 
 
 class Experts(Value):
-    """Alternatives to the MLP of a block, of which each token takes a few."""
+    """Mixture of experts instead of the MLP of a block."""
 
     count: int
-    """Routed ones, of a block that has them."""
+    """Routed experts per block."""
     active: int
-    """Of these, how many a token takes."""
+    """Active experts per token."""
     ffn: int
     """Inner width of one."""
     width: int = 0
-    """What one takes and gives, where tokens are narrowed for the experts; 0: the hidden width."""
+    """Input and output width of an expert; 0: the hidden width."""
     shared_ffn: int = 0
-    """Inner width of those that every token takes, together."""
+    """Total inner width of shared experts."""
     first_dense: int = 0
-    """Blocks at the start that have a plain MLP instead."""
+    """Leading blocks with a plain MLP."""
     every: int = 1
-    """Of the others, every so many have experts."""
+    """Of the other blocks, every so many have experts."""
     layers: int = 0
-    """Blocks with experts, where the two above do not tell; 0: they do."""
+    """Blocks with experts, where the two above do not define them; 0: they do."""
 
 
 class Latent(Value):
-    """Attention through narrow vectors (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     kv_rank: int
-    """Width of what keys and values are made from."""
+    """Latent width of keys and values."""
     q_rank: int = 0
-    """Width of what queries are made from; 0: from the hidden state itself."""
+    """Latent width of queries; 0: computed from the hidden state."""
     plain_dim: int
-    """Of each head of queries and keys, without a position."""
+    """Width per head of queries and keys without position."""
     rotary_dim: int
-    """Of each head of queries and keys, with a position; the keys' is common to all heads."""
+    """Width per head of queries and keys with rotary position; shared by all heads for keys."""
     value_dim: int
 
 
 class ModelShape(Value):
-    """A stack of like blocks between an embedding and a head."""
+    """A stack of identical blocks between an embedding and a head."""
 
     name: str
     kind: Literal["decoder", "encoder", "encoder-decoder", "vision", "measured"]
     layers: int
-    """Blocks in a row, of encoder and decoder together."""
+    """Number of blocks, of encoder and decoder together."""
     hidden: int
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 0
     """0: ``hidden / heads``."""
     latent: Latent | None = None
-    """Where attention is not of the usual form."""
+    """Latent attention, where present."""
     ffn: int = 0
     gated: bool = False
-    """Three matrices in the MLP instead of two."""
+    """Gated MLP: three matrices instead of two."""
     vocab: int = 0
     tied: bool = False
-    """Embedding and head are one matrix."""
+    """Embedding and head share one matrix."""
     headless: bool = False
-    """Ends in hidden states, or in a few numbers for each sample: no product with the vocabulary."""
+    """No product with the vocabulary: ends in hidden states, or a few numbers per sample."""
     decoder_layers: int = 0
-    """Of an encoder-decoder: those with a second attention, over the encoder's output."""
+    """Blocks of the decoder with cross-attention, of an encoder-decoder."""
     positions: int = 0
     """Learned positions."""
     longest: int = 0
-    """Tokens of the longest sequence that these reach; 0: any length."""
+    """Longest sequence with learned positions; 0: any length."""
     attention_layers: int | None = None
-    """Blocks with attention, where some have another mixer instead; None: all."""
+    """Blocks with attention, where some have another mixer; None: all."""
     mlp_layers: int | None = None
     """Blocks with an MLP or experts; None: all."""
     mixer_layers: int = 0
-    """Blocks with a state space or linear attention instead."""
+    """Blocks with a state space or linear attention."""
     mixer_weights: int = 0
     """Matrix entries of one such mixer."""
     other_matrices: int = 0
-    """Entries of further matrices that every token is multiplied with: patches to vectors, projections."""
+    """Entries of further matrices that every token is multiplied with: patch embedding, projections."""
     other_parameters: int | None = None
-    """Weights no token is multiplied with as a matrix: norms, biases, a pooler; None: only norms."""
+    """Non-matrix weights: norms, biases, a pooler; None: only norms."""
     experts: Experts | None = None
     adapter: Adapter | None = None
     tokens_per_sample: int = 0
-    """Where the model fixes it: patches of an image; else 0, and the job says the length."""
+    """Tokens per sample if the model fixes it (image patches); else 0, and the job defines the length."""
     causal: bool = True
     window: int = 0
-    """Tokens that attention looks back at most; 0: all."""
+    """Attention window in tokens; 0: all."""
     unwindowed_layers: int = 0
-    """Blocks whose attention looks at all tokens although others have a window."""
+    """Blocks with full attention although others have a window."""
     why_not_cut: str = ""
-    """Why our engine cannot cut its matrices (``tp``); empty where it can."""
+    """Why our engine cannot split its matrices (``tp``); empty where it can."""
     why_not_parted: str = ""
-    """Why our engine cannot part its blocks into stages (``pp``); empty where it can."""
+    """Why our engine cannot divide its blocks into stages (``pp``); empty where it can."""
     # Of a model that was measured rather than described: its figures per sample.
     measured_parameters: int = 0
     measured_trainable: int = 0
     measured_flops: float = 0.0
     """Forward and backward of one sample."""
     measured_activation_bytes: float = 0.0
-    """Kept for the backward pass of one sample, in FP32."""
+    """Activations of one sample for the backward pass, in FP32."""
     measured_ways: tuple[int, ...] = (1,)
     """Sizes of ``tp`` that the measured module can be split into."""
     measured_stages: int = 1
-    """Stages that a pipeline may part the measured module into."""
+    """Pipeline stages that the measured module can be divided into."""
 
     @property
     def width_per_head(self) -> int:
-        """Of keys and queries; of a latent attention, as much as one score and one sum cost."""
+        """Width of keys and queries per head; of latent attention, the mean cost of a score and a sum."""
         if self.latent is not None:
             both = self.latent.plain_dim + self.latent.rotary_dim + self.latent.value_dim
             return both // 2

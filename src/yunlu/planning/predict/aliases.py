@@ -39,7 +39,7 @@ _SOFTWARE = {
     "narayanan": "megatron-deepspeed",
     "korthikanti": "megatron-deepspeed",
 }
-"""What a source's letters hold, and whose software it then is; the first that is found counts."""
+"""Keywords in a source's name, and their software stack; the first match counts."""
 _NOTHING = {"", "-", "nan", "na", "n/a", "none", "null"}
 _NO = {"no", "off", "false", "0", "disabled", "disable", "never"}
 _SHARDINGS = (
@@ -48,11 +48,11 @@ _SHARDINGS = (
     (r"fsdp|fullshard|zero\+\+", 3, ""),
     (r"dist(?:ributed)?opt|zero", 1, ""),
 )
-"""What is shared out where no stage of ZeRO is named; of anything else, nothing."""
+"""Sharding where no ZeRO stage is named; anything else shards nothing."""
 
 
 def stack_of(row: Row) -> str:
-    """Whose software ran the row; ``unknown`` where we cannot tell."""
+    """Software stack of the row; ``unknown`` where it is not recognised."""
     result = (row.get("stack") or "").strip().lower().replace("_", "-")
     if result in STACKS:
         return result
@@ -61,12 +61,12 @@ def stack_of(row: Row) -> str:
     if outcome.startswith("unknown"):
         return _by_kernel((row.get("notes") or "").lower()) or outcome
     fused = any(name in (row.get("gpu_type") or "") for name in ("H100", "H200", "B200", "B300"))
-    # From the H100 on, Megatron runs the fused kernels of its Transformer Engine.
+    # From the H100 on, Megatron uses the fused kernels of Transformer Engine.
     return "megatron-bridge" if outcome == "megatron-deepspeed" and fused else outcome
 
 
 def _by_kernel(notes: str) -> str | None:
-    """Of software that we do not know: what its row says of the kernels that it ran."""
+    """Unknown software: by the kernels in the row."""
     if re.search(r"flash.?att(?:ention|n).?2", notes):
         result = "unknown"
     elif re.search(r"flash.?att(?:ention|n)", notes):
@@ -75,7 +75,7 @@ def _by_kernel(notes: str) -> str | None:
         result = "unknown-scores"
     else:
         return None
-    # Who lists kernels and names none for the norm has none.
+    # A list of kernels without one for the norm means an unfused norm.
     lists = re.search(r"kernel ?[=:]", notes) and "rms" not in notes and "norm" not in notes
     return f"{result}-norms" if lists else result
 
@@ -86,7 +86,7 @@ def _software(text: str) -> str | None:
 
 
 def precision_of(text: str) -> str:
-    """The name in ``PRECISIONS`` of what a table calls its precision; bf16 where it is silent."""
+    """Name in ``PRECISIONS`` of a table's precision; default: bf16."""
     text = text.strip().lower()
     if "fp4" in text:
         return "fp4"
@@ -104,7 +104,7 @@ def precision_of(text: str) -> str:
 
 
 def recompute_of(text: str) -> int | None:
-    """Place in ``RECOMPUTE`` of what a table says is computed again; ``None`` where it is silent."""
+    """Index in ``RECOMPUTE`` of a table's recomputation; ``None`` where it is silent."""
     text = text.strip().lower()
     if text in _NOTHING - {"none"}:
         return None
@@ -112,12 +112,12 @@ def recompute_of(text: str) -> int | None:
         return RECOMPUTE.index("none")
     if re.search(r"sel|attn|attention|partial", text):
         return RECOMPUTE.index("selective")
-    # Whatever else is said of it says that there is some: every_layer, block, uniform, true.
+    # Any other text means recomputation: every_layer, block, uniform, true.
     return RECOMPUTE.index("full")
 
 
 def sharding_of(text: str) -> tuple[int, str] | None:
-    """ZeRO's stage of what a table says is shared out, and ``node`` where shards stay in a node."""
+    """ZeRO stage of a table's sharding, and ``node`` where shards stay within a node."""
     letters = re.sub(r"[\s_-]+", "", text.lower())
     if letters in _NOTHING - {"none"}:
         return None
@@ -130,7 +130,7 @@ def sharding_of(text: str) -> tuple[int, str] | None:
 
 
 def cuts_sequence(notes: str, *, usual: bool) -> bool:
-    """Whether the sequence is cut between the matrices under tp: what the notes say, else as usual."""
+    """Sequence parallelism under tp: from the notes, else the default."""
     pattern = r"\b(?:sp *[=:]|sequence.?parallel\w*) *[=:]? *(true|false|on\b|off\b|1\b|0\b)?"
     match = re.search(pattern, notes.lower())
     if match is None:
@@ -139,7 +139,7 @@ def cuts_sequence(notes: str, *, usual: bool) -> bool:
 
 
 def network_of(notes: str, device: str) -> float | None:
-    """Gbit/s of a node's network where the notes say it, as ``4 * 100Gb RoCE``."""
+    """Gbit/s of a node's network, from notes such as ``4 * 100Gb RoCE``."""
     kind = re.split(r"[-_ ]", device)[0]
     match = re.search(rf"(\d+) ?Gbps \({re.escape(kind)}\)", notes) if kind else None
     match = match or re.search(r"interconnect (\d+) ?Gbps per node", notes)

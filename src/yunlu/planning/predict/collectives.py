@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A group of like members: how many there are, and how they reach each other."""
+    """A ring of devices: number of members, latency and bandwidth."""
 
     members: Column
     bytes_per_s: Column
     latency_s: Column
 
     def gather_s(self, message_bytes: Column) -> Column:
-        """All-gather or reduce-scatter of a message of that whole size; 0 for one member."""
+        """All-gather or reduce-scatter of a message of this total size; 0 for one member."""
         share = (self.members - 1.0) / self.members
         return share * (message_bytes / self.bytes_per_s) + self.latency_s
 
@@ -43,7 +43,7 @@ def make_ring(
     link = points.link_bytes_per_s * constants["link_share"]
     network = points.network_bytes_per_s * constants["network_share"]
     crosses = members > inside
-    # Rings with some members in each node share its cards with other rings, and get in their way.
+    # Rings with some members in each node share its NICs with other rings.
     crowded = (inside > 1.0) & (inside < points.node_devices)
     cards = np.where(crowded, inside / constants["crowding"], inside)
     bandwidth = np.where(crosses, np.minimum(link, network * cards), link)

@@ -34,8 +34,8 @@ STACKS = (
     "unknown-flash-1-norms",
     "unknown-scores-norms",
 )
-"""Whose software runs a step. The unknown have the shared constants: with the second FlashAttention, with
-the first, without any; with norms as one kernel, and written out."""
+"""Software stacks. The unknown have the shared constants: with FlashAttention 2, with
+FlashAttention 1, without any; with norms as one kernel, and as separate operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,6 @@ _OF_TRAIT = {
     "selective_products": (_which("selects_products"), 0.0),
 }
 """Constants that only stacks of a trait have, and what they are elsewhere."""
-
-
-def default_constants() -> Constants:
-    """Those from before any measurement."""
-    return make_constants({}, {})
 
 
 @cache

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Trees of one depth, laid out as heaps: node i has the children 2i + 1 and 2i + 2."""
+    """Trees of one depth, stored as heaps: node i has the children 2i + 1 and 2i + 2."""
 
     base: float
     feature: np.ndarray[Any, np.dtype[np.int64]]
@@ -35,7 +35,7 @@ class Forest:
     """``[tree, leaf]``"""
     near: float = 1.0
     wide: float = 1.0
-    """How much of it to trust inside a node, and beyond."""
+    """Applied share within a node, and across nodes."""
 
     def evaluate(self, features: Table) -> Column:
         """The sum over trees for each row of features."""
@@ -51,11 +51,11 @@ class Forest:
 
 
 Correction = dict[int, Forest]
-"""By index in ``STACKS``; stacks without one are left as the formulas have them."""
+"""By index in ``STACKS``; stacks without trees are not corrected."""
 
 
 def feature_table(points: QueryBatch, time: StepTime) -> Table:
-    """What the trees look at: logarithms of sizes, and shares of the predicted time."""
+    """Features of the trees: logarithms of sizes, and shares of the predicted time."""
     p, total = points, time.total_s
     inside = p.node_devices / (p.tp * p.pp * p.replicas)
     return np.column_stack(
@@ -88,12 +88,12 @@ def feature_table(points: QueryBatch, time: StepTime) -> Table:
 
 
 def is_wide(points: QueryBatch) -> Column:
-    """Whether a point leaves the node."""
+    """Whether a point spans several nodes."""
     return points.devices > points.node_devices
 
 
 def correct(points: QueryBatch, time: StepTime, correction: Correction | None = None) -> Column:
-    """By what to multiply the predicted seconds of each point."""
+    """Factor on the predicted seconds of each point."""
     forests = shipped_correction() if correction is None else correction
     factor = np.ones(len(points))
     for stack, forest in forests.items():
@@ -106,7 +106,7 @@ def correct(points: QueryBatch, time: StepTime, correction: Correction | None = 
 
 
 def read_correction(data: Mapping[str, Mapping[str, Any]]) -> Correction:
-    """From what ``write_correction`` made."""
+    """Inverse of ``write_correction``."""
     return {
         STACKS.index(stack): Forest(
             base=entry["base"],

@@ -18,7 +18,7 @@ _COMMON_VOCAB = 32000
 
 
 class UnreadableRowError(ValueError):
-    """A row says too little, or contradicts itself; the text is the reason."""
+    """A row is incomplete or contradictory; the text is the reason."""
 
 
 def number(row: Row, name: str) -> float | None:
@@ -31,7 +31,7 @@ def number(row: Row, name: str) -> float | None:
 
 
 def read_shape(row: Row) -> ModelShape:
-    """The shape of the row's model; an adapter where model or notes speak of LoRA."""
+    """Shape of the row's model; with an adapter where model or notes mention LoRA."""
     shape = _from_columns(row) or _from_name(row)
     if shape is None:
         missing = [name for name in ("layers", "hidden") if number(row, name) is None]
@@ -67,7 +67,7 @@ def _from_columns(row: Row) -> ModelShape | None:
 
 
 def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
-    """Two or three matrices in the MLP, one or two of the vocabulary: what the count of weights says."""
+    """Gated MLP and tied embedding chosen by the stated number of weights."""
     result = number(row, "params")
     guesses = [plain.model_copy(update={"gated": gated}) for gated in (False, True)]
     if result is None:
@@ -75,7 +75,7 @@ def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
     if not row.get("tied"):
         guesses += [guess.model_copy(update={"tied": True}) for guess in guesses]
     if number(row, "vocab") is None:
-        # The count may be of the blocks alone.
+        # The number may be of the blocks alone.
         bare = [guess.model_copy(update={"vocab": 0}) for guess in guesses]
         best = min(
             range(len(guesses)),
@@ -85,12 +85,12 @@ def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
     return min(guesses, key=lambda guess: _miss(guess, result))
 
 
-def _miss(shape: ModelShape, told: float) -> float:
-    return abs(parameters(shape) - told)
+def _miss(shape: ModelShape, expected: float) -> float:
+    return abs(parameters(shape) - expected)
 
 
 def _from_name(row: Row) -> ModelShape | None:
-    """A known model by a name as tables write it, with words around it that say nothing."""
+    """A known model by a name in a table, without surrounding words."""
     name = row.get("model") or ""
     bare = re.sub(
         r"(?i)pre-?training|fine-?tuning|maxtext|huggingface|lora|sft|ph[12]\b", " ", name

@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 _WIDER_PER_DOUBLING = 0.1
-"""By how much an interval widens for each doubling of devices beyond those seen."""
+"""Widening for each doubling of devices beyond those seen."""
 _ROWS_OF_THE_POOL = 4.0
-"""As how many rows of a stack the quantiles of a cold start count."""
+"""Weight of cold-start quantiles, in rows of a stack."""
 _MODELS_OF_THE_POOL = 2
-"""The same of its models."""
+"""The same in models."""
 _ENOUGH_MODELS = 3
-"""Fewer tell nothing of how a further one differs: their interval is no less than that of a cold start."""
+"""With fewer models the interval is at least that of a cold start."""
 _NORMAL_90 = 1.2816
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Logs of measured over predicted: the 10 % and 90 % quantiles by stack, and what was seen."""
+    """10 % and 90 % quantiles of log(measured / predicted) by stack, and what was seen."""
 
     low: Column
     high: Column
-    """``[stack, 0 inside a node or 1 beyond]``; of stacks never seen, those of a cold start."""
+    """``[stack, 0 within a node or 1 across nodes]``; cold-start quantiles for unseen stacks."""
     devices: Column
     """``[stack]``: most devices of a measured row."""
     experts: tuple[float, float] = (-0.45, 0.35)
-    """The quantiles of models with experts, of any stack: the least that is said of these."""
+    """Quantiles of models with experts, of any stack: a lower bound of their interval."""
 
 
 def spread_factors(points: QueryBatch, spread: Spread | None = None) -> tuple[Column, Column]:
-    """By what to multiply a predicted throughput for its 10 % and its 90 % quantile."""
+    """Factors on a predicted throughput for its 10 % and 90 % quantile."""
     spread = shipped_spread() if spread is None else spread
     stack = points.stack.astype(np.intp)
     beyond = np.log2(np.maximum(points.devices / spread.devices[stack], 1.0))
@@ -82,7 +82,7 @@ def make_spread(
             few = _ROWS_OF_THE_POOL / (mine.sum() + _ROWS_OF_THE_POOL)
             result = np.quantile(errors[mine], (0.1, 0.9), method="weibull")
             ends = (1.0 - few) * result + few * np.array(cold)
-            # Rows of one model err alike: how much models differ is known from as many as there are.
+            # Errors of one model's rows are correlated: the number of models counts.
             models = _models(points, mine)
             half = 0.5 * (ends[1] - ends[0]) * widening(models)
             lowest, highest = cold if models < _ENOUGH_MODELS else (0.0, 0.0)
@@ -107,7 +107,7 @@ def widening(models: int) -> float:
 
 
 def read_spread(data: Mapping[str, Mapping[str, Any]]) -> Spread:
-    """From what ``write_spread`` made; stacks left out are as ``unknown``."""
+    """Inverse of ``write_spread``; missing stacks are as ``unknown``."""
     entries = [data.get(stack, data["unknown"]) for stack in STACKS]
     low, high, devices = (
         np.array([entry[key] for entry in entries]) for key in ("low", "high", "devices")

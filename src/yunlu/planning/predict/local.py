@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Kernel
 
 _COMPUTED: frozenset[Kind] = frozenset(("product", "convolution", "convolution_back", "attention"))
-"""Kinds that are sized by FLOPs."""
+"""Kinds sized by FLOPs."""
 _NEXT_BEST: dict[Kind, Kind] = {"convolution_back": "convolution", "attention": "product"}
-"""What stands for a kind that was not measured; sums do for what only moves, products for the rest."""
+"""Substitute for a kind that was not measured: sums for data movement, products for the rest."""
 _PASS_CALLS = 25
-"""Python around the operators of a pass, in calls of one: the task, the loss, the batch."""
+"""Python overhead of a pass, in operator calls: the task, the loss, the batch."""
 _STEP_CALLS = 15
 """Operators and calls of the engine's own in a step, whatever the model: counts, loss to the host, the
 log. What grows with the model (the norm, clearing gradients) is one call more a trained tensor."""
 _UPDATE_CALLS = 12
-"""Operators that make up Adam where no kernel has them all."""
+"""Operators of Adam without a fused kernel."""
 _UPDATE_PASSES = 2.5
-"""How often they read and write what one kernel does once."""
+"""Factor on memory traffic relative to a fused kernel."""
 _SAMPLE_CALLS = 0.5
-"""Python that each sample costs on its way into a batch, in calls of an operator."""
+"""Python overhead per sample in collation, in operator calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """Alike operators of a pass: how many, and the size of each."""
+    """Identical operators of a pass: number and size."""
 
     kind: Kind
     calls: int
     size: float
-    """FLOPs of a product or convolution, else bytes read and written; 0 only makes a view."""
+    """FLOPs of a product or convolution, else bytes read and written; 0 for views."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Forward and backward of one micro-batch, counted rather than timed."""
+    """Counted operators of forward and backward of one micro-batch."""
 
     samples: int
     operators: tuple[Operators, ...]
@@ -63,13 +63,13 @@ class Pass:
 
     @property
     def calls(self) -> int:
-        """All operators, views too."""
+        """All operators, including views."""
         return sum(operator.calls for operator in self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """A step of a job, counted."""
+    """Counted operators of a step of a job."""
 
     passed: Pass
     update: Operators
@@ -79,7 +79,7 @@ class OperatorWork:
 
 
 def pass_s(passed: Pass, probed: MachineProfile, *, threads: int, precision: str = "fp32") -> float:
-    """Seconds of a model's pass, the task around it included."""
+    """Seconds of a model's pass, including the task."""
     own_s = _PASS_CALLS * probed.call_s
     return own_s + operators_s(passed.operators, probed, threads=threads, precision=precision)
 
@@ -97,20 +97,20 @@ def operators_s(
         alike = [operator for operator in operators if operator.kind == kind]
         calls = np.array([item.calls for item in alike], dtype=np.float64)
         sizes = np.array([item.size for item in alike])
-        # A pace has the bare call in it; what autograd and modules add to one is another figure.
+        # A timing includes the bare call; overhead of autograd and modules is separate.
         beyond_s = np.where(sizes > 0, result.seconds_at(sizes) - result.call_s, 0.0)
         slower = probed.mixed_convolutions if "convolution" in kind else probed.mixed
         calls_s += float(calls.sum()) * probed.call_s
         worked_s += slower * float(calls @ np.maximum(beyond_s, 0.0))
     if probed.kind == "cpu":
         return calls_s + worked_s
-    return max(calls_s, worked_s)  # an accelerator works while the next calls are made
+    return max(calls_s, worked_s)  # an accelerator computes while the next calls are made
 
 
 def _pace_of(
     probed: MachineProfile, kind: Kind, *, threads: int, precision: str
 ) -> KernelTiming | None:
-    """What is measured in the precision, else in FP32: all but products mostly stay in it anyway."""
+    """Timing in the precision, else in FP32: most operators except products stay in it."""
     instead: Kind = "product" if kind in _COMPUTED else "stream"
     for name in (kind, _NEXT_BEST.get(kind, instead), instead):
         for wanted in (precision, "fp32"):
@@ -121,7 +121,7 @@ def _pace_of(
 
 
 def own_s(work: OperatorWork, probed: MachineProfile, *, threads: int) -> float:
-    """What the engine does in a step besides passes and update: the gradient's norm, calls, the log."""
+    """Engine overhead of a step besides passes and update: gradient norm, calls, log."""
     norm = Operators(kind="stream", calls=1, size=work.gradient_bytes)
     calls_s = (_STEP_CALLS + work.trained_tensors) * probed.call_s
     return calls_s + operators_s((norm,), probed, threads=threads)
@@ -133,14 +133,14 @@ def update_s(work: OperatorWork, probed: MachineProfile, *, threads: int) -> flo
 
 
 def per_sample_s(probed: MachineProfile) -> float:
-    """What fetching a sample costs, as far as nobody has seen one: Python, no decoding."""
+    """Cost of fetching a sample before any was seen: Python, no decoding."""
     return _SAMPLE_CALLS * probed.call_s
 
 
 def update_operators(
     kernel: Kernel, *, gradient_bytes: float, state_bytes: float, tensors: int
 ) -> Operators:
-    """The optimiser's step: the gradient is read; weights and what it remembers, read and written."""
+    """Operators of the optimiser's step: reads the gradient; reads and writes weights and state."""
     calls = {"fused": 1, "foreach": _UPDATE_CALLS, "single": _UPDATE_CALLS * tensors}[kernel]
     moved = 3 * gradient_bytes + 2 * state_bytes
     passes = 1 if kernel == "fused" else _UPDATE_PASSES
@@ -148,7 +148,7 @@ def update_operators(
 
 
 def enlarge(operators: Sequence[Operators], ratio: float) -> tuple[Operators, ...]:
-    """Those of more samples than were counted: as many operators, each as much larger.
+    """The operators for more samples: as many, each larger.
 
     What depends on the weights alone would stay; of what takes time that is little.
     """

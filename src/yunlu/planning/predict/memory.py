@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 8192
 """Points at a time: the temporaries of one chunk stay in the cache."""
-_NORMAL_90 = 1.2816
 _INPUTS_SHARE = 0.15
 """Of what a measured block keeps: its inputs, where all else is computed again."""
 
@@ -125,17 +124,6 @@ def fits(
 ) -> Column:
     """Where the likeliest peak is within the usable memory and nothing else forbids to run."""
     return (memory.total <= usable_bytes(points, constants)) & ~cannot_run(points, constants)
-
-
-def chance_to_fit(
-    points: QueryBatch, memory: PeakMemory, constants: MemoryConstants | None = None
-) -> Column:
-    """How likely the peak is within the usable memory, if log errors are normal."""
-    room = np.log(usable_bytes(points, constants) / memory.total)
-    above = np.log(memory.high_factor) / _NORMAL_90
-    # The logistic curve that is nearest to the normal one: no error function is needed.
-    chance = 1.0 / (1.0 + np.exp(np.clip(-1.702 * room / above, -50.0, 50.0)))
-    return np.where(cannot_run(points, constants), 0.0, chance)
 
 
 def cannot_run(points: QueryBatch, constants: MemoryConstants | None = None) -> Column:

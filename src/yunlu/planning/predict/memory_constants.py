@@ -48,12 +48,12 @@ NAMES = (
     # Of libraries: for each process, and for each process they talk to.
     "framework_bytes",
     "rank_bytes",
-    # 1 where the head counts among the blocks when stages are made even.
+    # 1 where the head counts among the blocks when stages are balanced.
     "head_weighs",
-    # 1 where the memory that a stack reports is that of its first rank: of the first stage.
+    # 1 where the memory that a stack reports is that of its first rank, so of the first stage.
     "first_reports",
-    # Of a device's memory, how much a peak may take: the driver, buffers of the communicators and
-    # gaps between tensors have the rest.
+    # Usable share of a device's memory: driver, communication buffers and fragmentation
+    # take the rest.
     "usable_share",
 )
 
@@ -65,17 +65,17 @@ class MemoryConstants:
     values: Table
     """``[stack, name]``, as ``NAMES`` has them."""
     low: Table
-    """Of each stack: the factor below which one in ten lies."""
+    """By stack: 10 % quantile, as a factor."""
     high: Table
     habits: Mapping[int, Table]
-    """Of some stacks: weights of ``habit_features`` that tell who keeps gathered inputs whole."""
+    """By stack: weights of ``habit_features`` that predict whether gathered inputs are kept."""
 
     def of(self, name: str, stack: Any) -> Any:
         """One constant: for each point, or for all where they have one stack."""
         return self.values[stack, NAMES.index(name)]
 
     def whole_share(self, points: QueryBatch) -> Column:
-        """How much of the gathered inputs each point keeps, by what its stack was seen to do."""
+        """Share of the gathered inputs that each point keeps, as observed for its stack."""
         stacks = points.stack.astype(np.int64)
         share = self.values[stacks, NAMES.index("whole_share")].copy()
         for stack, weights in self.habits.items():
@@ -86,7 +86,7 @@ class MemoryConstants:
 
 
 def habit_features(points: QueryBatch) -> Table:
-    """What versions of a stack's software were seen to go by: one row for each point."""
+    """Features that versions of a stack's software depend on: one row for each point."""
     stages, devices = np.log2(points.pp), np.log2(points.devices)
     ways, micro = np.log2(points.tp), np.log2(points.micro_batch)
     alone, two = (points.pp == 1) * 1.0, (points.pp == 2) * 1.0
@@ -123,7 +123,7 @@ def shipped_constants() -> MemoryConstants:
 
 
 def read_constants(data: Mapping[str, Any]) -> MemoryConstants:
-    """Shared values; ``given`` by a stack's design instead; and the logs by which fits depart."""
+    """Shared values; ``given`` by a stack's design instead; and fitted log deviations."""
     shared: Mapping[str, float] = data["shared"]
     rows: list[list[float]] = []
     for stack in STACKS:

@@ -16,14 +16,14 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _WORK = ("seq_len", "global_batch", "micro_batch")
 _LAYOUT = ("gpus", "dp", "tp", "pp", "cp", "ep", "vp")
 _NOTHING = {"", "-", "nan", "na", "n/a", "none", "null"}
-"""How tables write that a field is empty."""
+"""Notations of an empty field."""
 COLUMNS = ("model", "params", *_MODEL, "tied", "moe", *_WORK, "gpu_type", "precision", *_LAYOUT,
            "sharding", "act_ckpt")  # fmt: skip
-"""All that is read to predict a row, beside its source and its notes."""
+"""Columns used to predict a row, besides its source and notes."""
 
 
 def check_figures(row: Row) -> None:
-    """Refuse a row whose counts are no counts, or whose batch cannot be shared out."""
+    """Refuse a row with invalid counts, or a batch that cannot be split."""
     for name in ("params", *_MODEL, *_WORK, *_LAYOUT):
         _check_count(name, (row.get(name) or "").strip())
     batch = number(row, "global_batch")

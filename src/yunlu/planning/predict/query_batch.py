@@ -30,7 +30,7 @@ class QueryBatch:
     kv_heads: Column
     head_dim: Column
     ffn: Column
-    """Inner width of the MLP that one token goes through: of active experts, all together."""
+    """Inner width of the MLP per token: of all active experts together."""
     gated: Column
     vocab: Column
     tied: Column
@@ -41,17 +41,17 @@ class QueryBatch:
     parameters: Column
     """All weights."""
     active_parameters: Column
-    """Those that one token meets, without the embedding that is only looked up."""
+    """Weights used by one token, without embedding lookups."""
     trainable: Column
     base_bytes: Column
-    """Bytes of each frozen weight; of no meaning where all are trained."""
+    """Bytes of each frozen weight; meaningless where all are trained."""
     flops_per_token: Column
-    """Forward and backward, without recomputation; attention as it is computed (half if causal)."""
+    """Forward and backward, without recomputation; attention as computed (half if causal)."""
 
     # The work.
     seq: Column
     batch: Column
-    """Sequences of a step, on all devices together."""
+    """Sequences per step, on all devices."""
     micro_batch: Column
 
     # How it is split: devices = dp * fsdp * tp * pp * cp.
@@ -61,10 +61,10 @@ class QueryBatch:
     fsdp: Column
     """Ways in which weights, gradients and optimiser state are sharded; each shard has its own samples."""
     zero: Column
-    """What the dp * fsdp replicas share out: 0 nothing, 1 optimiser state, 2 gradients too, 3 all."""
+    """What the dp * fsdp replicas shard: 0 nothing, 1 optimiser state, 2 gradients too, 3 all."""
     tp: Column
     sequence: Column
-    """1 where the sequence is cut between the matrices under tp."""
+    """1 with sequence parallelism under tp."""
     pp: Column
     virtual: Column
     """Stages per device under pp; 1 is plain 1F1B."""
@@ -75,29 +75,29 @@ class QueryBatch:
 
     # What it runs on.
     precision: Column
-    """Index in ``PRECISIONS``: what the matrix products compute in."""
+    """Index in ``PRECISIONS``: precision of matrix products."""
     peak_flops: Column
-    """Of one device, dense, in that precision."""
+    """Dense peak of one device in that precision."""
     memory_bytes: Column
     memory_bytes_per_s: Column
     link_bytes_per_s: Column
-    """What one device sends to others of its node, in one direction."""
+    """Bandwidth of one device to others of its node, in one direction."""
     node_devices: Column
     """Devices joined by that link."""
     network_bytes_per_s: Column
-    """What one device sends to other nodes, in one direction."""
+    """Bandwidth of one device to other nodes, in one direction."""
     stack: Column
-    """Index in ``constants.STACKS``: whose software runs it."""
+    """Index in ``constants.STACKS``."""
     reachable: Column | None = None
-    """Measured share of the 16-bit peak in large products; NaN or none: not measured."""
+    """Measured share of the 16-bit peak in large products; NaN where not measured."""
     activation_bytes: Column | None = None
-    """Kept for the backward pass of one sequence, in FP32, of a measured model; NaN or none: described."""
+    """Activations of one sequence for the backward pass, in FP32, of a measured model; NaN otherwise."""
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def take(self, index: NDArray[Any]) -> QueryBatch:
-        """Some of the points: by position, or by a mask."""
+        """Some of the points: by index, or by a mask."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         taken: dict[str, Any] = {
             name: None if column is None else column[index] for name, column in columns.items()
@@ -115,17 +115,17 @@ class QueryBatch:
 
     @property
     def replicas(self) -> Column:
-        """Who has samples of its own."""
+        """Number of data-parallel replicas."""
         return self.dp * self.fsdp
 
     @property
     def micros(self) -> Column:
-        """Micro-batches that each replica runs in a step."""
+        """Micro-batches per replica and step."""
         return np.maximum(1.0, np.ceil(self.batch / (self.replicas * self.micro_batch)))
 
     @property
     def tokens(self) -> Column:
-        """Of one micro-batch on one replica."""
+        """Tokens of one micro-batch on one replica."""
         return self.micro_batch * self.seq
 
 
@@ -139,7 +139,7 @@ def make_queries(count: int, **columns: Any) -> QueryBatch:
 
 
 def concatenate(parts: Iterable[QueryBatch]) -> QueryBatch:
-    """One after another."""
+    """Concatenation."""
     every = [
         part.with_columns(
             **{field.name: np.nan for field in fields(part) if getattr(part, field.name) is None}

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRow:
-    """The rows that can be predicted, as points, and why the others cannot."""
+    """Rows that can be predicted, as points, and why the others cannot."""
 
     points: QueryBatch
     index: np.ndarray[Any, np.dtype[np.int64]]
-    """Which row each point is."""
+    """Row of each point."""
     cores: Column
-    """Points' devices for each device of the row: more than 1 where a layout counts cores of a chip."""
+    """Points' devices per device of the row: above 1 where a layout counts cores of a chip."""
     reasons: dict[int, str]
     """For rows without a point: what is missing."""
 
@@ -55,19 +55,19 @@ _WATTS = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
 _NODE_GIGABITS = {"vtrain_multi": 800.0, "internevo": 400.0}
 """Network of a node where a source documents it elsewhere than in its rows (configurations, tables)."""
 _REPLICAS_OF_CORES = re.compile(r"\[(\d+)xNC\(DP\)\]")
-"""How Neuron's tables write that each core of a node is a replica."""
+"""Notation in Neuron's tables of a replica per core."""
 _SAME_CHIP = {"H100-96GB": 0.803, "GB300": 0.786}
-"""Reachable share of devices whose chip was measured on another board (H100, B300)."""
+"""Achievable share of devices whose chip was measured on another board (H100, B300)."""
 _STATE_BYTES = 16.0
-"""Of one trained weight: itself, its gradient and the optimiser's, in mixed precision."""
+"""Bytes per trained weight in mixed precision: weight, gradient and optimiser state."""
 _STILL = 0.2
-"""Share of a device's power that it draws at rest."""
+"""Share of its power that a device draws when idle."""
 _GUESSED_SEQ = 4096.0
 _TOKENS_OF_A_GUESSED_MICRO_BATCH = 8192.0
 
 
 def predict_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
-    """For each row: pace and memory with their 10-90 % intervals, or the reason why not."""
+    """For each row: throughput and memory with 10-90 % intervals, or the reason why not."""
     every = list(rows)
     reading = read_rows(every, catalog, guess=True)
     answers: list[dict[str, Any]] = [
@@ -91,7 +91,7 @@ def predict_rows(rows: Iterable[Row], catalog: Catalog) -> list[dict[str, Any]]:
             "peak_memory_bytes": float(memory.total[index] * cores[index]),
             "peak_memory_bytes_p10": float(memory.low[index] * cores[index]),
             "peak_memory_bytes_p90": float(memory.high[index] * cores[index]),
-            # As the evidence counts it: nanotron divides by 2^30, the others by 10^9.
+            # In the unit of the data: nanotron divides by 2^30, the others by 10^9.
             "peak_mem_gb": float(memory.total[index] * cores[index]) / _gigabyte(every[position]),
             "fits": bool(enough[index]),
             "stack": STACKS[int(points.stack[index])],
@@ -106,7 +106,7 @@ def _gigabyte(row: Row) -> float:
 
 
 def read_rows(rows: Sequence[Row], catalog: Catalog, *, guess: bool = False) -> ParsedRow:
-    """The points of the rows, each on the device that the catalog knows by the row's name.
+    """Points of the rows, each on the catalog device of the row's name.
 
     With ``guess``, a length of sequences that is missing is taken to be a usual one.
     """
@@ -165,7 +165,7 @@ def _read_row(row: Row, catalog: Catalog, *, guess: bool) -> dict[str, float]:
         **split,
         **_hardware(device, precision, split["cores"], row),
         "seq": seq,
-        # The least fleet that holds the states has no room for activations.
+        # The smallest cluster that holds the states has no room for activations.
         "recompute": float(
             RECOMPUTE.index("full" if _is_guessed(row) and split["devices"] > 1 else "none")
             if again is None
@@ -187,7 +187,7 @@ def _device(row: Row, catalog: Catalog) -> DeviceModel:
 
 
 def _devices_needed(shape: ModelShape, device: DeviceModel) -> float:
-    """One device, or as many whole nodes as hold what training keeps of the weights."""
+    """One device, or as many whole nodes as hold the training state."""
     state_bytes = _STATE_BYTES * float(parameters(shape))
     if shape.adapter is not None or state_bytes <= device.memory_bytes:
         return 1.0
@@ -242,12 +242,12 @@ def _read_split(row: Row, device: DeviceModel, needed: float) -> dict[str, float
 
 
 def _is_guessed(row: Row) -> bool:
-    """Whether neither the number of devices nor the layout is told."""
+    """Whether neither the number of devices nor the layout is stated."""
     return not any(row.get(name) for name in ("gpus", "dp", "tp", "pp", "cp"))
 
 
 def _cut_by_need(row: Row, devices: float) -> float | None:
-    """Into how many parts sequences must be cut where there are fewer of them than devices."""
+    """Number of parts of a sequence where there are fewer sequences than devices."""
     batch = number(row, "global_batch")
     if any(row.get(name) for name in ("dp", "tp", "pp", "cp")) or not batch or batch >= devices:
         return None
@@ -255,7 +255,7 @@ def _cut_by_need(row: Row, devices: float) -> float | None:
 
 
 def _sharding(row: Row, replicas: float, tp: float, device: DeviceModel) -> tuple[int, float]:
-    """What is shared out, and in how many shards of its own kind (1 unless fully sharded)."""
+    """ZeRO stage, and the number of shards (1 unless fully sharded)."""
     given = sharding_of(row.get("sharding") or "")
     if given is None and _REPLICAS_OF_CORES.search(row.get("notes") or ""):
         given = (0, "")
@@ -290,7 +290,7 @@ def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> di
     peak = device.peak_flops.get(in_products) or _nearest_peak(device, in_products)
     network = device.network_bytes_per_s or 12.5e9
     link = device.link_bytes_per_s or network
-    result = _told_network(row)
+    result = _stated_network(row)
     if result is not None:
         network = result / device.node_devices
     return {
@@ -305,7 +305,7 @@ def _hardware(device: DeviceModel, precision: str, cores: float, row: Row) -> di
 
 
 def _power_share(row: Row) -> float:
-    """What a device capped in power, as ``H100-96GB-500W``, keeps of its peak.
+    """Share of the peak of a power-capped device such as ``H100-96GB-500W``.
 
     A part of the power is drawn even at rest; the rest grows at least as the square of the clock.
     """
@@ -319,7 +319,7 @@ def _power_share(row: Row) -> float:
     return float(np.sqrt(np.clip((float(match.group(1)) - still) / (usual - still), 0.1, 1.0)))
 
 
-def _told_network(row: Row) -> float | None:
+def _stated_network(row: Row) -> float | None:
     """Bytes/s of a node's network where the row or its source's documentation says it."""
     gigabits = network_of(row.get("notes") or "", row.get("gpu_type") or "")
     gigabits = gigabits or _NODE_GIGABITS.get(row.get("source_id") or "")
@@ -327,7 +327,7 @@ def _told_network(row: Row) -> float | None:
 
 
 def _supported(precision: str, device: DeviceModel) -> str:
-    """The precision itself, or the next wider one where a device has no units for so few bits."""
+    """The precision, or the next wider one that the device supports."""
     for fewer, wider in (("fp4", "fp8"), ("fp8", "bf16")):
         if precision == fewer and fewer not in device.peak_flops:
             precision = wider

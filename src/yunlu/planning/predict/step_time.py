@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from yunlu.planning.predict.query_batch import Column, QueryBatch
 
 _CHUNK = 8192
-"""Points at a time: the temporaries of one chunk stay in the cache."""
+"""Points per chunk, so that temporaries stay in the cache."""
 
 _REFERENCE_PEAK, _USUAL_SHARE = 312e12, 0.869
-"""Of the A100, in 16 bits: what the constants are told relative to."""
+"""16-bit peak of the A100, the reference of the constants, and its usual share."""
 _TF32 = float(PRECISIONS.index("tf32"))
 _FP8, _FP4 = float(PRECISIONS.index("fp8")), float(PRECISIONS.index("fp4"))
 _SELECTIVE, _FULL = float(RECOMPUTE.index("selective")), float(RECOMPUTE.index("full"))
@@ -35,7 +35,7 @@ class StepTime:
     tp_s: Column
     pp_bubble_s: Column
     dp_s: Column
-    """What of the data-parallel or sharded messages is not hidden behind compute."""
+    """Exposed part of data-parallel or sharded communication."""
     optimizer_s: Column
     input_s: Column
     other_s: Column
@@ -55,7 +55,7 @@ class StepTime:
 
 
 def step_time(points: QueryBatch, constants: Constants | None = None) -> StepTime:
-    """Seconds of a step for each point; the shipped constants unless others are given."""
+    """Step time of each point; with the shipped constants unless others are given."""
     constants = shipped_constants() if constants is None else constants
     count = len(points)
     if count <= _CHUNK:
@@ -83,14 +83,14 @@ def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
     tokens = points.tokens / points.cp
     own_s, launch_s, head_s = _compute(points, c, tokens)
     layer_s = _no_less_than(own_s, launch_s)
-    # While the processor launches, messages travel too.
+    # Kernel launches overlap with messages.
     block_s = _no_less_than(own_s + _tensor(points, c, tokens), launch_s)
     block_s = block_s + _context(points, c, tokens)
     if np.any(points.experts > 1.0):
         block_s = block_s + _exchange(points, c, tokens)
     depth = points.layers / points.pp
 
-    # The slowest stage sets the pace; the others wait for it (unequal stages, see the docs).
+    # The slowest stage determines the pace (unequal stages, see the docs).
     chunks = points.pp * points.virtual
     deepest = np.ceil(points.layers / chunks) * points.virtual
     even_s = depth * block_s + head_s / points.pp
@@ -103,7 +103,7 @@ def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
     busy_s = micros * even_s
     compute_s = micros * (depth * layer_s + head_s / points.pp)
     gather_s, reduce_s = _data(points, c, micros)
-    # Messages hide behind compute, never wholly: T = (Tc^3 + Tm^3)^(1/3).
+    # Messages overlap with compute, never fully: T = (Tc^3 + Tm^3)^(1/3).
     data_s = (
         np.maximum(np.cbrt(busy_s * busy_s * busy_s + gather_s * gather_s * gather_s) - busy_s, 0.0)
         + reduce_s
@@ -123,7 +123,7 @@ def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
 
 
 def _no_less_than(busy_s: Column, launch_s: Column) -> Column:
-    """What a block takes whose operators must also be launched, one after another."""
+    """Time of a block, at least that of launching its operators."""
     return np.sqrt(np.sqrt((busy_s * busy_s) ** 2 + (launch_s * launch_s) ** 2))
 
 
@@ -139,12 +139,12 @@ def _compute(
     visible = np.where(p.causal > 0, 0.5, 1.0) * p.seq
     head = 2.0 * passes * width * p.vocab
     block = p.flops_per_token / layers
-    # Less than the whole sequence where attention looks back a window only.
+    # Less than the whole sequence with windowed attention.
     beyond = np.maximum(block - 2.0 * passes * p.active_parameters / layers, 0.0)
     attention = np.minimum(12.0 * p.heads * p.head_dim * visible, beyond)
     matrices = np.maximum(block - attention - head / layers, 0.0)
 
-    # Only products with weights gain from fewer bits; attention stays at 16.
+    # Only products with weights gain from lower precision; attention stays at 16 bits.
     fp8, fp4 = p.precision == _FP8, p.precision == _FP4
     gain = np.where(fp8, c["fp8_share"], np.where(fp4, c["fp4_share"], 1.0))
     peak16 = p.peak_flops / np.where(fp8, 2.0, np.where(fp4, 4.0, 1.0))
@@ -152,7 +152,7 @@ def _compute(
     steep = np.log(scale)
     slow = 1.0 / c["unmeasured_share"]
     if p.reachable is not None:
-        # Beside what is usual, a measured share tells how far the device gets.
+        # A measured share, relative to the usual one, scales the device's speed.
         slow = np.where(p.reachable > 0, _USUAL_SHARE / p.reachable, slow)
     local = width / p.tp
     speed = p.peak_flops * gain * c["gemm_share"] / slow
@@ -166,7 +166,7 @@ def _compute(
     gemm_s = matrices * share * loss / speed
     routed = p.experts > 1.0
     if np.any(routed):
-        # Products of experts are many and small, and the one with most tokens is waited for.
+        # Products of experts are many and small, and all wait for the most loaded one.
         of_experts = 2.0 * passes * (2.0 + p.gated) * width * p.ffn
         of_experts = np.where(routed, np.minimum(of_experts / np.maximum(matrices, 1.0), 1.0), 0.0)
         gemm_s = gemm_s * (1.0 + of_experts * (1.0 / c["expert_share"] - 1.0))
@@ -205,12 +205,12 @@ def _compute(
 
 
 def _inside(points: QueryBatch, closer: Column, members: Column) -> Column:
-    """Members of a group in one node, when ``closer`` neighbours of each come first."""
+    """Members of a group within one node, when ``closer`` neighbours of each come first."""
     return np.clip(np.floor(points.node_devices / closer), 1.0, members)
 
 
 def _tensor(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
-    """Seconds of one block's messages between the shards of its matrices."""
+    """Tensor-parallel communication of one block."""
     one = np.ones(len(points))
     ring = make_ring(points, points.tp, _inside(points, one, points.tp), c)
     times = np.where(points.recompute == _FULL, 6.0, 4.0)
@@ -220,14 +220,14 @@ def _tensor(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
 
 
 def _context(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
-    """Seconds of one block's keys and values going round the ring of the sequence's parts."""
+    """Context-parallel communication of one block: keys and values around the ring."""
     ring = make_ring(points, points.cp, _inside(points, points.tp, points.cp), c)
     around = 4.0 * tokens * points.cp * points.kv_heads * points.head_dim / points.tp
     return 3.0 * c["context_exposed"] * ring.gather_s(around)
 
 
 def _exchange(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
-    """Seconds in which one block's tokens go to their experts and back, forward and backward.
+    """All-to-all communication of one block with experts, forward and backward.
 
     Four all-to-alls; what a device keeps to itself is only copied (Lepikhin et al. 2020).
     """
@@ -241,7 +241,7 @@ def _exchange(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
 
 
 def _pipe(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
-    """Seconds of one micro-batch's hops to and from the neighbouring stages."""
+    """Pipeline communication of one micro-batch with the neighbouring stages."""
     near = points.devices / points.pp < points.node_devices
     speed = np.where(
         near,
@@ -256,7 +256,7 @@ def _pipe(points: QueryBatch, c: dict[str, Any], tokens: Column) -> Column:
 
 
 def _data(points: QueryBatch, c: dict[str, Any], micros: Column) -> tuple[Column, Column]:
-    """Seconds of gathering sharded weights, and of adding up gradients that nothing hides."""
+    """Gathering of sharded weights, and exposed gradient reduction."""
     p = points
     trained = np.minimum(p.trainable, p.parameters)
     whole = p.parameters / (p.tp * p.pp)

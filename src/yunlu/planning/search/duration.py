@@ -1,4 +1,4 @@
-"""Total duration from ordering the machines to the finished model, with its interval. Pure."""
+"""Total duration from requesting the nodes to the finished model, with its interval. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from yunlu.planning.search.hardware_configs import Price
 
 MOST_LOST = 0.9
-"""Of an hour, to interruptions: beyond, nothing is predicted any more."""
+"""Most of an hour lost to interruptions: beyond, nothing is predicted."""
 
 
 def start_seconds(price: Price, *, here_s: float = START_HERE_S) -> float:
-    """Until the first step; ``here_s`` on this machine."""
+    """Seconds until the first step; ``here_s`` on this machine."""
     return here_s if price.offer.cloud == HERE else START_S
 
 
@@ -37,7 +37,7 @@ def sum_up(
     checkpoint_s: float,
     start_s: float,
 ) -> tuple[dict[str, float], Interval]:
-    """Seconds by what takes them, and all of them.
+    """Seconds by component, and in total.
 
     Step, start and interruptions err independently, so their errors add up as squares do.
     """

@@ -27,12 +27,12 @@ _WAITS = {
     "other": "overheads of small work",
 }
 _MUCH = 0.15
-"""A part of a step that is worth a word."""
+"""Share of a step that is worth mentioning."""
 _ALIKE = 1.05
 
 
 def explain_option(option: PlanOption) -> str:
-    """Memory and time of one option, by what takes them."""
+    """Memory and time of one option, by component."""
     lines = [f"{option.hardware} ({option.hardware.device}): {describe_layout(option)}"]
     if option.reason:
         lines.append(f"  {option.reason}")
@@ -66,7 +66,7 @@ def show_interval(interval: Interval, show: object) -> str:
 
 
 def main_wait(option: PlanOption) -> str:
-    """What a step loses most to besides computing, if it is much; else nothing."""
+    """Largest component of a step besides compute, if it is large; else empty."""
     step_s = max(option.step_s.value, 1e-12)
     lost = {name: option.step_parts.get(name, 0.0) / step_s for name in _WAITS}
     name = max(lost, key=lambda item: lost[item])
@@ -74,17 +74,17 @@ def main_wait(option: PlanOption) -> str:
 
 
 def compare(value: float, best: float, worse: str) -> str:
-    """``3.1x dearer``; nothing where they are alike."""
+    """``3.1x dearer``; empty where they are similar."""
     if best <= 0 or value <= best * _ALIKE:
         return ""
     return f"{value / best:.1f}x {worse}" if value < 100 * best else f"{value / best:,.0f}x {worse}"
 
 
-def _shares(parts: dict[str, float], show: object, words: dict[str, str]) -> list[str]:
+def _shares(parts: dict[str, float], show: object, labels: dict[str, str]) -> list[str]:
     say = show if callable(show) else str
     whole = sum(parts.values()) or 1.0
     return [
-        f"    {words.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
+        f"    {labels.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
         for name, value in parts.items()
         if value > 0.0005 * whole
     ]

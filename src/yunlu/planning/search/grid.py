@@ -16,29 +16,29 @@ LAYOUT_COLUMNS = (
     *("dp", "fsdp", "tp", "sequence", "pp", "virtual", "zero"),
     *("batch", "micro_batch", "recompute"),
 )
-"""What a grid gives of ``Points``."""
+"""Columns of a ``QueryBatch`` that a grid provides."""
 
 _UNEVEN = 1.05
-"""Where others share a batch out evenly, none is looked at that computes so much more than it."""
+"""Where even splits exist, splits that compute so much more are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """What a layout may be: what the model allows, and what the job says."""
+    """Constraints on a layout, of the model and of the job."""
 
     batches: tuple[int, ...]
     tensor_ways: tuple[int, ...] = (1,)
     stages: int = 1
-    """The most parts that a pipeline can be made of."""
+    """Most pipeline stages."""
     barred: frozenset[str] = frozenset()
-    """Axes that stay 1; ``zero1`` where replicas cannot share out the optimiser's state."""
+    """Axes that stay 1; ``zero1`` where replicas cannot shard the optimiser state."""
     pinned: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Axes whose size is said."""
+    """Axes of fixed size."""
     zero1: tuple[bool, ...] = (False, True)
-    """What is tried of it, or what was said; where it is barred, it is never had."""
+    """Values of zero1 to try; never used where it is barred."""
     stages_per_rank: tuple[int, ...] = (1, 2)
     sequence: bool = True
-    """Whether the sequence is cut where the matrices are."""
+    """Sequence parallelism together with tensor parallelism."""
     micro_batch: int | None = None
     recompute: tuple[int, ...] = (0, 1, 2)
 
@@ -60,7 +60,7 @@ def enumerate_layouts(devices: int, domain: int, rules: LayoutRules) -> dict[str
 def _splits(devices: int, domain: int, rules: LayoutRules) -> Iterator[tuple[float, ...]]:
     """``dp, fsdp, tp, pp, virtual, zero`` of every factoring that the model and the job allow."""
     for tp in rules.tensor_ways:
-        # Neighbours in tp talk in every layer: they share a node, or whatever its links reach.
+        # tp communicates in every layer: its ranks share a node, or a fast-link domain.
         if devices % tp or domain % tp or not rules.allows("tp", tp):
             continue
         for pp in divisors(devices // tp):
@@ -85,7 +85,7 @@ def _virtual(pp: int, rules: LayoutRules) -> tuple[float, ...]:
 
 
 def _zero(dp: int, fsdp: int, rules: LayoutRules) -> tuple[float, ...]:
-    """What replicas share out: all where they are shards, else the optimiser's state or nothing."""
+    """What replicas shard: everything under fsdp, else the optimiser state or nothing."""
     if fsdp > 1:
         return (3.0,)
     if dp == 1:
@@ -94,12 +94,12 @@ def _zero(dp: int, fsdp: int, rules: LayoutRules) -> tuple[float, ...]:
 
 
 def _with_micro_batches(splits: Any, batch: int, rules: LayoutRules) -> dict[str, Column]:
-    """Each split with every micro-batch up to a replica's share, and every recomputation."""
+    """Each split with every micro-batch up to a replica's share, and every recomputation mode."""
     replicas = splits[:, 0] * splits[:, 1]
     share = np.ceil(batch / replicas)
     sizes = _micro_batches(int(share.max(initial=1.0)), rules)
     fits = (sizes[None, :] <= share[:, None]) & _is_even(batch, replicas)[:, None]
-    if rules.micro_batch is not None:  # a size that is said is used as it is, in every pass
+    if rules.micro_batch is not None:  # a given size is used as it is, in every pass
         fits &= batch % (replicas * rules.micro_batch)[:, None] == 0
     rows, columns = np.nonzero(fits)
     micro = sizes[columns]
@@ -129,13 +129,13 @@ def _with_micro_batches(splits: Any, batch: int, rules: LayoutRules) -> dict[str
 
 
 def _fills_pipe(splits: Any, passes: Column) -> Any:
-    """Whether interleaved stages have a micro-batch each to begin with: with fewer they gain nothing."""
+    """Whether interleaved stages have enough micro-batches to fill the pipeline."""
     _, _, _, pp, virtual, _ = splits.T
     return (virtual == 1.0) | (passes >= pp)
 
 
 def _is_even(batch: int, replicas: Column) -> Any:
-    """Whether a batch is shared out well: one share decides how long all take."""
+    """Whether a batch is split evenly: the largest share decides the time."""
     waste = np.ceil(batch / replicas) * replicas / batch
     even = (replicas <= batch) & (waste <= _UNEVEN)
     return even if even.any() else replicas <= batch
@@ -148,6 +148,6 @@ def _micro_batches(most: int, rules: LayoutRules) -> Column:
 
 
 def divisors(number: int) -> list[int]:
-    """In order."""
+    """Divisors in order."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def time_factors(points: QueryBatch, configs: Sequence[HardwareConfig]) -> tuple[Column, Column]:
-    """Of a step's time, of each point on its hardware config; of what was measured, only two runs' difference."""
+    """Of the step time of each point; of a measured point, only the difference between two runs."""
     slow, fast = spread_factors(points)
     noise = math.exp(Z_80 * NOISE["step_s"])
     is_timed = _is_same(
@@ -34,7 +34,7 @@ def time_factors(points: QueryBatch, configs: Sequence[HardwareConfig]) -> tuple
 def memory_factors(
     points: QueryBatch, memory: PeakMemory, configs: Sequence[HardwareConfig]
 ) -> tuple[Column, Column]:
-    """Of peak memory; likewise."""
+    """Of peak memory, likewise."""
     noise = math.exp(Z_80 * NOISE["memory_bytes"])
     is_held = _is_same(
         points,
@@ -48,7 +48,7 @@ def memory_factors(
 
 
 def _is_same(points: QueryBatch, configs: Sequence[HardwareConfig], is_known: list[bool]) -> Column:
-    """Whether a point is what was measured: on one device, in the same precision and batches."""
+    """Whether a point was measured: on one device, in the same precision and batches."""
     is_same = (points.devices == 1) & np.array(is_known, dtype=bool)
     runs = [config.measured for config in configs]
     code = np.array([-1 if run is None else PRECISIONS.index(run.precision) for run in runs])

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 USABLE = 0.97
-"""Of a device's memory: the driver keeps a little."""
+"""Usable share of a device's memory: the driver needs the rest."""
 EVALUATED = 1 / 3
-"""Of what training on a sample takes: only the forward pass, of three."""
+"""Cost of an evaluation relative to training on a sample: the forward pass only."""
 STEP_PARTS = ("compute", "tp", "pp_bubble", "dp", "optimizer", "input", "other")
 _AT_ONCE = 1 << 15
 _FEW_CONFIGS = 48
@@ -45,7 +45,7 @@ _CONFIG_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredThroughput:
-    """Runs of the same job on one device: what they had, and what was measured of them."""
+    """Measured runs of the same job on one device."""
 
     precision: str
     batch: float
@@ -57,11 +57,11 @@ class MeasuredThroughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """Hardware that is predicted once, whoever offers it and at whatever price."""
+    """Hardware that is predicted once, for all offers and prices."""
 
     device: str
     devices: int
-    """Of one node."""
+    """Devices per node."""
     domain: int
     """Devices joined by the fast link: those of a node, or of a rack."""
     memory_bytes: float
@@ -70,48 +70,48 @@ class HardwareConfig:
     network_bytes_per_s: float
     peak_flops: Mapping[str, float]
     reachable: float = float("nan")
-    """Share of its peak that was measured in large products."""
+    """Measured share of its peak in large products."""
     most_nodes: int = 1 << 20
     is_here: bool = False
     """Whether it is this machine."""
     time_factor: float = 1.0
-    """What runs on this very hardware took, by what was predicted for them."""
+    """Measured over predicted time of runs on this hardware."""
     memory_factor: float = 1.0
     measured: MeasuredThroughput | None = None
-    """The runs that these factors come from."""
+    """Runs that these factors come from."""
 
     @property
     def node_limit(self) -> int:
-        """How many can be had: what is left over of a machine is not had twice."""
+        """Most nodes available."""
         return min(self.most_nodes, 1) if self.devices & (self.devices - 1) else self.most_nodes
 
     @property
     def kind(self) -> tuple[str, int, int, int, bool]:
-        """All of it but the network between nodes."""
+        """Everything except the network between nodes."""
         return self.device, self.devices, self.domain, self.most_nodes, self.is_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingWork:
-    """How much there is to do."""
+    """Amount of training."""
 
     samples: float
-    """That are trained on in all."""
+    """Training samples in all."""
     seq: int
-    """Tokens of one, as the model sees it."""
+    """Tokens of one sample, as the model sees it."""
     evaluation_share: float = 0.0
-    """What evaluating takes, as a share of training, whatever the batch."""
+    """Evaluation time as a share of training, independent of the batch."""
     evaluate_every: int | None = None
-    """So many steps, on ``evaluation_samples`` each time; comes on top of the share."""
+    """Every so many steps, on ``evaluation_samples`` each; in addition to the share."""
     evaluation_samples: float = 0.0
     columns: Mapping[str, float]
-    """The model's, of ``QueryBatch``."""
+    """Model columns of a ``QueryBatch``."""
     state: StateBytes | None = None
     stack: int = 0
 
     @property
     def evaluated(self) -> float:
-        """Samples a step that evaluating takes as long as training on, on top of the share."""
+        """Equivalent training samples per step for evaluation, in addition to the share."""
         if self.evaluate_every is None:
             return 0.0
         return EVALUATED * self.evaluation_samples / self.evaluate_every
@@ -119,16 +119,16 @@ class TrainingWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutQuery:
-    """What is searched: the work, the hardware, and what a layout may be in each precision."""
+    """What to search: work, hardware, and layout rules by precision."""
 
     work: TrainingWork
     configs: tuple[HardwareConfig, ...]
     rules: Mapping[str, LayoutRules] = field(default_factory=dict[str, LayoutRules])
-    """By precision; one that is not here is not used."""
+    """By precision; precisions not named are not used."""
     most_devices: int
     least_devices: int = 1
     nodes: int | None = None
-    """That many, where it is said."""
+    """Fixed number of nodes, if given."""
     memory_share: float = USABLE
 
 
@@ -141,7 +141,7 @@ class LayoutSearchResult:
     nodes: Indices
     looked_at: int
     tightest: tuple[int, int, float] | None
-    """Where nothing fits: the hardware config and devices that come nearest, and how many times its memory it takes."""
+    """Where nothing fits: the nearest hardware config and devices, and the ratio to its memory."""
 
     def __len__(self) -> int:
         return len(self.config)
@@ -149,18 +149,18 @@ class LayoutSearchResult:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Runs of points that share hardware, precision and number of nodes; one entry for each."""
+    """Ranges of points that share hardware, precision and number of nodes."""
 
     config: Indices
     nodes: Indices
     start: Indices
-    """Where its layouts begin in the table of all grids."""
+    """First row of its layouts in the table of all grids."""
     size: Indices
     columns: dict[str, Column]
 
 
 def search(question: LayoutQuery) -> LayoutSearchResult:
-    """Look at everything."""
+    """Exhaustive search."""
     blocks, table = _make_blocks(question)
     winners: list[tuple[Indices, Indices, Column]] = []
     tightest: tuple[int, int, float] | None = None
@@ -176,7 +176,7 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
             if tightest is None or excess[index] < tightest[2]:
                 devices = int(points.devices[index])
                 tightest = (int(blocks.config[block[index]]), devices, float(excess[index]))
-        # What fits without computing again is not computed again; in a grid, the less stands first.
+        # What fits without recomputation is not recomputed; in a grid, less comes first.
         fitting[1:] &= ~(fitting[:-1] & (np.diff(points.recompute) > 0))
         block, row = block[fitting], row[fitting]
         if len(block):
@@ -199,31 +199,31 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
 
 
 def run_seconds(work: TrainingWork, points: QueryBatch, step_s: Column) -> Column:
-    """Of all steps, with the evaluations between them."""
+    """Duration of all steps, with evaluations."""
     steps = np.ceil(work.samples / points.batch)
     return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
 
 
-def predict_steps(question: LayoutQuery, found: LayoutSearchResult) -> dict[str, Column]:
-    """Seconds of a step by what takes them, of each find."""
-    time = step_time(found.points)
-    factor = np.array([config.time_factor for config in question.configs])[found.config]
+def predict_steps(question: LayoutQuery, result: LayoutSearchResult) -> dict[str, Column]:
+    """Step time by component, of each result."""
+    time = step_time(result.points)
+    factor = np.array([config.time_factor for config in question.configs])[result.config]
     is_timed = np.array(
         [config.measured is not None and config.measured.time for config in question.configs]
     )
-    factor = factor * np.where(is_timed[found.config], 1.0, correct(found.points, time))
+    factor = factor * np.where(is_timed[result.config], 1.0, correct(result.points, time))
     return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
 
 
 def predict_memory(points: QueryBatch, work: TrainingWork) -> PeakMemory:
     """Peak memory of each point."""
-    # Copies of a shard hold what it holds: dp shares nothing out there.
+    # Replicas of a shard hold the same: dp shards nothing there.
     zero = np.where(points.fsdp > 1, 0.0, points.zero)
     return peak_memory(points.with_columns(zero=zero), state=work.state)
 
 
 def node_counts(config: HardwareConfig, question: LayoutQuery) -> list[int]:
-    """Powers of two, and where there is little hardware to look at three times those: 1, 2, 3, 4, 6, ...
+    """Powers of two, and for little hardware three times those too: 1, 2, 3, 4, 6, ...
 
     Where the devices are said, the machines that come to just so many.
     """
@@ -270,7 +270,7 @@ def _make_blocks(question: LayoutQuery) -> tuple[_Blocks, dict[str, Column]]:
 
 
 def _precisions(question: LayoutQuery, config: HardwareConfig) -> list[str]:
-    """Those allowed here, without any that another beats in speed, memory and layouts."""
+    """Allowed precisions, without any that another dominates in speed, memory and layouts."""
     allowed = [item for item in PRECISIONS if item in question.rules and item in config.peak_flops]
     return [
         item
@@ -280,7 +280,7 @@ def _precisions(question: LayoutQuery, config: HardwareConfig) -> list[str]:
 
 
 def _beats(question: LayoutQuery, config: HardwareConfig, precision: str, other: str) -> bool:
-    """As fast or faster, narrower or safer; and may have every layout that the other may."""
+    """At least as fast, as narrow or as safe; and allows every layout of the other."""
     if config.peak_flops[precision] < config.peak_flops[other]:
         return False
     if (precision, other) == ("bf16", "fp16"):  # needs no loss scale, hence excludes less
@@ -303,7 +303,7 @@ def _block_columns(configs: Sequence[HardwareConfig], whole: Any, array: Any) ->
 
 
 def _batches(sizes: Indices) -> list[tuple[int, int]]:
-    """Runs of blocks with enough points to be worth a call, few enough to stay in the cache."""
+    """Ranges of blocks with enough points for one call, few enough for the cache."""
     spans: list[tuple[int, int]] = []
     first = count = 0
     for index, size in enumerate(sizes.tolist()):
@@ -345,7 +345,7 @@ def _fastest(
     block: Indices,
     row: Indices,
 ) -> tuple[Indices, Indices, Column]:
-    """Of each block's points, the one that gets through the work first."""
+    """Of each block's points, the one that finishes the work first."""
     points = _points(question.work, blocks, table, block, row)
     run_s = run_seconds(question.work, points, step_time(points).total_s)
     begins = np.flatnonzero(np.diff(block, prepend=-1))
@@ -358,7 +358,7 @@ def _fastest(
 
 
 def _best_precision(blocks: _Blocks, block: Indices, run_s: Column) -> Indices:
-    """One of each hardware config and number of nodes."""
+    """The best precision of each hardware config and number of nodes."""
     order = np.lexsort((run_s, blocks.nodes[block], blocks.config[block]))
     pairs = np.stack([blocks.config[block], blocks.nodes[block]])[:, order]
     is_first = np.ones(len(order), dtype=bool)

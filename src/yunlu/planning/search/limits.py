@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalLimits:
-    """What may be spent."""
+    """Budget and deadline."""
 
     budget: float | None = None
     deadline_s: float | None = None
 
     def excess(self, total_s: Column, dollars: Column) -> Column:
-        """How many times the tighter limit each takes; at most 1 where both are met."""
+        """Ratio to the tighter limit; at most 1 where both are met."""
         worst = np.zeros(len(total_s))
-        if self.budget is not None:  # what has no price cannot be known to meet it
+        if self.budget is not None:  # without a price it is unknown whether it meets the budget
             worst = np.maximum(worst, np.where(np.isnan(dollars), np.inf, dollars / self.budget))
         if self.deadline_s is not None:
             worst = np.maximum(worst, total_s / self.deadline_s)
@@ -34,7 +34,7 @@ class GoalLimits:
 def explain_excess(
     limits: GoalLimits, nearest: PlanOption, *, total_s: Column, dollars: Column
 ) -> tuple[str, ...]:
-    """Which limit nothing meets, or that nothing meets both, and how near the nearest comes."""
+    """Which limit no option meets, or that none meets both, and how near the nearest comes."""
     hardware, cost = nearest.hardware, nearest.dollars
     price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
     result = (

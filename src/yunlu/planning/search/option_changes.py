@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _AXES = ("dp", "fsdp", "tp", "pp")
 _COUNTS = (*_AXES, "batch", "micro_batch", "nodes")
 _FOLLOWING = ("dp", "fsdp")
-"""Axes that need not stay as they are, where the others change."""
+"""Axes that may change where the others do."""
 _MOST = 2**31 - 1
 _SWITCHES = ("zero1", "spot")
 FIELDS = (*_COUNTS, *_SWITCHES, "recompute", "precision")
-"""What can be said."""
+"""Fields that can be changed."""
 
 
 def narrow(
@@ -40,7 +40,7 @@ def narrow(
     option: PlanOption,
     changes: Mapping[str, Any],
 ) -> tuple[LayoutQuery, Price]:
-    """The question with what the option has and what is said; refuses what cannot be."""
+    """The query restricted to the option and the changes; refuses impossible ones."""
     _check_kinds(changes)
     config = question.configs[price.config]
     precision = _choose("precision", changes.get("precision", option.precision),
@@ -51,7 +51,7 @@ def narrow(
         valid = "1" if config.node_limit == 1 else f"1 to {config.node_limit}"
         raise _refuse("nodes", nodes, valid)
     if changes.get("zero1") and "fsdp" not in changes:
-        changes = {**changes, "fsdp": 1}  # shards share out what zero1 would, and more
+        changes = {**changes, "fsdp": 1}  # fsdp shards what zero1 would, and more
     layout, usual = option.layout, question.rules[precision]
     pinned = {axis: changes.get(axis, layout.size_of(axis)) for axis in _AXES}
     rules = replace(
@@ -63,7 +63,7 @@ def narrow(
         zero1=_zero1(usual, layout, changes),
     )
     devices = nodes * config.devices
-    rules = _settle(config, devices, rules, changes, option)
+    rules = _find_feasible(config, devices, rules, changes, option)
     other = _priced(prices, price, spot=changes.get("spot", price.spot))
     narrowed = replace(
         question,
@@ -76,14 +76,14 @@ def narrow(
     return narrowed, other._replace(config=0)
 
 
-def _settle(
+def _find_feasible(
     config: HardwareConfig,
     devices: int,
     rules: LayoutRules,
     changes: Mapping[str, Any],
     option: PlanOption,
 ) -> LayoutRules:
-    """The rules with which there is a layout, as near to the option's own as can be."""
+    """Rules that allow a layout, as near to the option's own as possible."""
 
     def lay(tried: LayoutRules) -> dict[str, Column]:
         return enumerate_layouts(devices, min(config.domain, devices), tried)
@@ -108,12 +108,12 @@ def _settle(
 
 
 def _is_wanted(grid: Mapping[str, Column], changes: Mapping[str, Any]) -> Any:
-    """Which layouts have zero1 where it is asked for: a lone replica has none, whatever is said."""
+    """Which layouts have zero1 where it is requested: a single replica never has."""
     return grid["zero"] == 1.0 if changes.get("zero1") else np.ones(len(grid["dp"]), dtype=bool)
 
 
 def _zero1(usual: LayoutRules, layout: Layout, changes: Mapping[str, Any]) -> tuple[bool, ...]:
-    """As it is said; else as the option has it, where it may."""
+    """As requested; else as the option has it, where possible."""
     if "zero1" in changes:
         return (changes["zero1"],)
     is_free = layout.dp == 1 or layout.fsdp > 1 or (layout.zero1 and "zero1" in usual.barred)
@@ -123,7 +123,7 @@ def _zero1(usual: LayoutRules, layout: Layout, changes: Mapping[str, Any]) -> tu
 def _loosened(
     rules: LayoutRules, changes: Mapping[str, Any], option: PlanOption
 ) -> Iterator[LayoutRules]:
-    """All of the option's own; then with what may follow let go, the micro-batch first."""
+    """All of the option's values; then without those that may change, the micro-batch first."""
     fixed = {axis: size for axis, size in rules.pinned.items()
              if axis in changes or axis not in _FOLLOWING}  # fmt: skip
     own_stages = (option.layout.stages_per_rank,) if option.layout.pp > 1 else rules.stages_per_rank
@@ -163,7 +163,7 @@ def _check_kinds(changes: Mapping[str, Any]) -> None:
 def _choose(name: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise PlanError(
-            f"{name}: {value!r} cannot be had here", hint=f"it may be {join_words(sorted(known))}"
+            f"{name}: {value!r} is not possible here", hint=f"it may be {join_words(sorted(known))}"
         )
     return value
 

@@ -18,27 +18,27 @@ from yunlu.spec.goal import Objective
 
 
 class PlanError(YunluError):
-    """What was asked cannot be had, or not on this hardware."""
+    """The request is impossible, or impossible on this hardware."""
 
     code = "plan"
 
 
 class Interval(Value):
-    """What is expected, and between what it will be four times in five."""
+    """Expected value and 80 % interval."""
 
     value: float
     low: float
-    """One in ten is below."""
+    """10 % quantile."""
     high: float
-    """One in ten is above."""
+    """90 % quantile."""
 
     def times(self, factor: float) -> Interval:
-        """All three, so many times."""
+        """All three, multiplied."""
         return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
 
 class Hardware(Value):
-    """Machines of one kind."""
+    """Nodes of one kind."""
 
     cloud: str
     """``here`` for this machine."""
@@ -48,15 +48,15 @@ class Hardware(Value):
     device: str
     devices_per_node: int
     spot: bool
-    """Whether the cloud may take them back at any time."""
+    """Whether the cloud may preempt them."""
     dollars_per_hour: float | None
-    """Of all nodes; None where no price is known."""
+    """Price of all nodes; None where unknown."""
     memory_bytes: float
-    """Of one device."""
+    """Memory of one device."""
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     def __str__(self) -> str:
@@ -67,52 +67,52 @@ class Hardware(Value):
 
 
 class PlanOption(Value):
-    """One way to do it."""
+    """One option: hardware, layout and prediction."""
 
     hardware: Hardware
     layout: Layout
     batch: int
-    """Samples of a step, over all devices."""
+    """Global batch in samples."""
     micro_batch: int
     accumulation: int
-    """Micro-batches of a step, of each replica."""
+    """Micro-batches per step, of each replica."""
     recompute: Recompute
     precision: PrecisionName
     steps: int
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate follows the batch."""
+    """How the learning rate scales with the batch."""
     lr_factor: float = 1.0
-    """What the rate that suits the job's ``base_batch`` is multiplied by."""
+    """Factor on the rate of the job's ``base_batch``."""
     memory_bytes: Interval
     """Peak of one device."""
     headroom: float
-    """Share of the device's memory that stays free even at the high end."""
+    """Free share of the device's memory even at the 90 % quantile."""
     step_s: Interval
     samples_per_s: Interval
     tokens_per_s: Interval | None
-    """None where samples are not made of tokens."""
+    """None where samples have no tokens."""
     total_s: Interval
-    """From the order of the machines to the finished model."""
+    """From requesting the nodes to the finished model."""
     dollars: Interval | None
-    """None where no price is known."""
+    """None where the price is unknown."""
     memory_parts: dict[str, float]
-    """Bytes by what takes them."""
+    """Bytes by component."""
     step_parts: dict[str, float]
-    """Seconds of a step by what takes them."""
+    """Seconds of a step by component."""
     total_parts: dict[str, float]
-    """Seconds in all: start-up, steps, evaluation, lost to interruptions."""
+    """Seconds in total: start-up, steps, evaluation, interruptions."""
     reason: str = ""
     """Why it won or lost."""
     _again: Callable[[dict[str, Any]], PlanOption] | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
-        # Whether one can be predicted again is nothing to tell two apart by.
+        # Not compared: whether an option can be predicted again.
         return isinstance(other, PlanOption) and self.__dict__ == other.__dict__
 
     __hash__ = Value.__hash__
 
     def replace(self, **changes: Any) -> PlanOption:
-        """The same hardware with another layout or work, predicted and checked afresh.
+        """The same hardware with another layout or work, predicted and checked again.
 
         Args:
             changes: ``dp``, ``fsdp``, ``tp``, ``pp``, ``zero1``, ``batch``, ``micro_batch``,
@@ -125,7 +125,7 @@ class PlanOption(Value):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What to say after ``--set``, so that a job is trained just so."""
+        """Values for ``--set`` that train a job exactly so."""
         layout = {axis: self.layout.size_of(axis) for axis in ("dp", "fsdp", "tp", "pp")}
         switches = {name: True for name in ("sequence", "zero1") if getattr(self.layout, name)}
         stages = self.layout.stages_per_rank
@@ -141,7 +141,7 @@ class PlanOption(Value):
         )
 
     def explain(self) -> str:
-        """Memory and time by what takes them."""
+        """Memory and time by component."""
         return explain_option(self)
 
     def to_json(self) -> str:
@@ -149,7 +149,7 @@ class PlanOption(Value):
         return self.model_dump_json(indent=2)
 
     def with_recall(self, again: Callable[[dict[str, Any]], PlanOption]) -> PlanOption:
-        """The same, able to be predicted again."""
+        """The same, with the query to predict it again."""
         copy = self.model_copy()
         copy._again = again
         return copy
@@ -161,11 +161,11 @@ class PlanOptions(Value):
     options: tuple[PlanOption, ...] = Field(min_length=1)
     objective: Objective
     problems: tuple[str, ...] = ()
-    """Why none meets what was asked, and what to change; then the options are the nearest."""
+    """Why no option meets the goal, and what to change; then the options are the nearest."""
     notes: tuple[str, ...] = ()
-    """What was assumed, and what would make the answer better."""
+    """Assumptions, and what would improve the answer."""
     layouts: int
-    """How many combinations were looked at."""
+    """Number of combinations that were searched."""
 
     @property
     def best(self) -> PlanOption:
@@ -178,15 +178,15 @@ class PlanOptions(Value):
     def __len__(self) -> int:
         return len(self.options)
 
-    def __getitem__(self, place: int) -> PlanOption:
-        return self.options[place]
+    def __getitem__(self, index: int) -> PlanOption:
+        return self.options[index]
 
     def replace(self, **changes: Any) -> PlanOption:
-        """The best one with something changed."""
+        """The best option with changes."""
         return self.best.replace(**changes)
 
     def explain(self) -> str:
-        """Every option in words."""
+        """Every option as text."""
         return "\n\n".join(option.explain() for option in self.options)
 
     def to_json(self) -> str:

@@ -33,10 +33,10 @@ ODD_FAILURE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What is predicted of each candidate, before any is tried."""
+    """Predictions of each candidate, before any is tried."""
 
     speed: Column
-    """If it runs, in any unit; measurements are in the same."""
+    """If it runs, in any unit; measurements use the same."""
     spread: Column
     """Of the log error of ``speed``."""
     room: Column
@@ -44,7 +44,7 @@ class Predictions:
     room_spread: Column
     """Of the log error of the peak."""
     runs: Column
-    """Chance to run as far as memory is no matter: 0 where it is known not to."""
+    """Chance to run apart from memory: 0 where it is known not to."""
 
 
 def next_probe(
@@ -107,7 +107,7 @@ def chance_to_run(
 
 
 def _fits(predictions: Predictions, index: Any, steps: Column) -> Matrix:
-    """For candidates and common errors, the chance to fit: what is each one's own blurs the edge."""
+    """For candidates and common errors, the chance to fit: individual errors blur the edge."""
     room, spread = predictions.room[index], predictions.room_spread[index]
     common, own = sqrt(0.5), sqrt(0.5)
     z = (room[:, None] / spread[:, None] - common * steps[None, :]) / own
@@ -115,7 +115,7 @@ def _fits(predictions: Predictions, index: Any, steps: Column) -> Matrix:
 
 
 def _improvement(log_speed: Column, spread: Column, best: float) -> Column:
-    """What a log-normal speed is expected to add to the best."""
+    """Expected improvement of a log-normal speed over the best."""
     mean = np.exp(log_speed)
     if best <= 0:
         return mean
@@ -129,7 +129,7 @@ def _normal(z: Column) -> Column:
 
 
 def _places(points: QueryBatch) -> Matrix:
-    """Where a layout lies, in doublings of what it splits."""
+    """Coordinates of a layout, in doublings of what it splits."""
     columns = (
         np.log2(points.tp),
         np.log2(points.pp),

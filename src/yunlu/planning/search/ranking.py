@@ -38,17 +38,17 @@ MEMORY_PARTS = (
     *("weights", "gradients", "optimizer", "activations", "logits", "buffers", "framework"),
 )
 WAITING_DOLLARS_PER_HOUR = 1.0
-"""What an hour of waiting counts when cost and time are balanced: a machine of one's own is not free."""
+"""Cost of an hour of waiting when cost and time are balanced: own hardware is not free."""
 _LAST = 1e9
 _BETTER = 0.95
-"""What is cheaper or faster by less is not shown for that."""
+"""An option that is cheaper or faster by less is not listed for that."""
 _TOO_MUCH = 100.0
-"""What takes or costs so many times more than the best is not shown for being cheap or fast."""
+"""An option that takes or costs so many times more than the best is not listed for being cheap or fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionQuery:
-    """All that options follow from."""
+    """Everything that options depend on."""
 
     question: LayoutQuery
     prices: tuple[Price, ...]
@@ -56,22 +56,22 @@ class OptionQuery:
     limits: GoalLimits = field(default_factory=GoalLimits)
     counts_tokens: bool
     checkpoint_s: float = 60.0
-    """Between two checkpoints."""
+    """Seconds between two checkpoints."""
     start_here_s: float = START_HERE_S
-    """Until the first step on this machine."""
+    """Start-up on this machine."""
     lr_scaling: Rule = "none"
     base_batch: int = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Every find at every price of its hardware config, as columns."""
+    """Every layout at every price of its hardware config, as columns."""
 
     find: np.ndarray[Any, np.dtype[np.int64]]
     price: np.ndarray[Any, np.dtype[np.int64]]
     total_s: Column
     dollars: Column
-    """NaN where no price is known."""
+    """NaN where the price is unknown."""
     hourly: Column
 
     def __len__(self) -> int:
@@ -80,23 +80,23 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidates:
-    """The search's finds, their steps by part, and what they cost at every price."""
+    """Layouts of the search, their step times by component, and costs at every price."""
 
-    found: LayoutSearchResult
+    layouts: LayoutSearchResult
     steps: dict[str, Column]
     candidates: Candidates
 
 
 def rank_candidates(ask: OptionQuery) -> RankedCandidates:
-    """Search, and price what was found."""
+    """Search, and price the results."""
     result = search(ask.question)
     steps = predict_steps(ask.question, result)
     return RankedCandidates(result, steps, price_all(ask, result, steps))
 
 
 def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> PlanOptions:
-    """The best few; the nearest ones, with the reasons, where none meets the limits."""
-    result, candidates = weighed.found, weighed.candidates
+    """The best options; the nearest ones, with the reasons, where none meets the limits."""
+    result, candidates = weighed.layouts, weighed.candidates
     if not len(result):
         raise refuse_all(ask.question, result)
     scores = _score(candidates, ask.objective)
@@ -122,8 +122,8 @@ def choose_options(ask: OptionQuery, weighed: RankedCandidates, *, top: int) -> 
 
 
 def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[float, float, str]]:
-    """Hours, dollars and hardware of every candidate with a price: what a picture shows."""
-    result, candidates = weighed.found, weighed.candidates
+    """Hours, dollars and hardware of every candidate with a price, for plots."""
+    result, candidates = weighed.layouts, weighed.candidates
     rows: list[tuple[float, float, str]] = []
     for index in np.flatnonzero(np.isfinite(candidates.dollars)):
         price, find = ask.prices[candidates.price[index]], candidates.find[index]
@@ -134,12 +134,15 @@ def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[f
     return rows
 
 
-def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Column]) -> Candidates:
-    """Time and cost of every find at every price."""
+def price_all(
+    ask: OptionQuery, layouts: LayoutSearchResult, steps: dict[str, Column]
+) -> Candidates:
+    """Time and cost of every layout at every price."""
     step_s = np.sum(list(steps.values()), axis=0)
-    run_s = run_seconds(ask.question.work, found.points, step_s)
+    run_s = run_seconds(ask.question.work, layouts.points, step_s)
     by_config: dict[int, Any] = {
-        int(config): np.flatnonzero(found.config == config) for config in np.unique(found.config)
+        int(config): np.flatnonzero(layouts.config == config)
+        for config in np.unique(layouts.config)
     }
     finds = [by_config.get(price.config, np.empty(0, dtype=np.int64)) for price in ask.prices]
     find = np.concatenate(finds)
@@ -155,13 +158,13 @@ def price_all(ask: OptionQuery, found: LayoutSearchResult, steps: dict[str, Colu
             for price in ask.prices
         ]
     )[index]
-    nodes = found.nodes[find]
+    nodes = layouts.nodes[find]
     total_s = start_s + run_s[find] / (1.0 - np.minimum(lost * nodes, MOST_LOST))
     return Candidates(find, index, total_s, hourly * nodes * total_s / 3600, hourly * nodes)
 
 
 def _score(candidates: Candidates, objective: Objective) -> Column:
-    """The less the better; candidates without a price come last, the quickest first."""
+    """Lower is better; candidates without a price come last, the fastest first."""
     hours, dollars = candidates.total_s / 3600, candidates.dollars
     if objective == "cost":
         scores = dollars + 1e-9 * hours
@@ -174,7 +177,7 @@ def _score(candidates: Candidates, objective: Objective) -> Column:
 
 def _pick(
     ask: OptionQuery,
-    found: LayoutSearchResult,
+    layouts: LayoutSearchResult,
     candidates: Candidates,
     order: Any,
     top: int,
@@ -195,12 +198,12 @@ def _pick(
     configs = ask.question.configs
     for keyed_by_count in (False, True):
         seen = {
-            _kind(configs, found, candidates, pick, with_count=keyed_by_count) for pick in picks
+            _kind(configs, layouts, candidates, pick, with_count=keyed_by_count) for pick in picks
         }
         for item in order.tolist():
             if len(picks) >= top:
                 break
-            kind = _kind(configs, found, candidates, item, with_count=keyed_by_count)
+            kind = _kind(configs, layouts, candidates, item, with_count=keyed_by_count)
             if kind not in seen:
                 seen.add(kind)
                 picks.append(item)
@@ -210,22 +213,22 @@ def _pick(
 
 def _kind(
     configs: Sequence[Any],
-    found: LayoutSearchResult,
+    layouts: LayoutSearchResult,
     candidates: Candidates,
-    place: int,
+    index: int,
     *,
     with_count: bool,
 ) -> tuple[Any, ...]:
-    find = candidates.find[place]
-    config = configs[int(found.config[find])]
-    count = int(found.nodes[find]) * config.devices
+    find = candidates.find[index]
+    config = configs[int(layouts.config[find])]
+    count = int(layouts.nodes[find]) * config.devices
     return (config.device, count) if with_count else (config.device,)
 
 
 def _make_options(
     ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]
 ) -> list[PlanOption]:
-    result, steps, candidates = weighed.found, weighed.steps, weighed.candidates
+    result, steps, candidates = weighed.layouts, weighed.steps, weighed.candidates
     finds = candidates.find[chosen]
     points = result.points.take(finds)
     memory = predict_memory(points, ask.question.work)
@@ -345,11 +348,11 @@ def _recall(
         question, other = narrow(ask.question, ask.prices, price, option, changes)
         changed = replace(ask, question=question, prices=(other,))
         weighed = rank_candidates(changed)
-        if not len(weighed.found):
-            raise refuse_change(question, weighed.found, changes)
+        if not len(weighed.layouts):
+            raise refuse_change(question, weighed.layouts, changes)
         best = int(np.argmin(weighed.candidates.total_s))
         made = _make_options(changed, weighed, [best])[0]
-        # What was kept this time may be changed the next.
+        # Values kept this time may be changed the next.
         return made.with_recall(_recall(ask, other._replace(config=price.config), made))
 
     return again

@@ -26,7 +26,7 @@ def give_reasons(
     is_met: bool,
     compared: int = 0,
 ) -> list[PlanOption]:
-    """The same options, each with its reason; whether the limits are met decides what the first is.
+    """The same options, each with its reason; the first reason says whether the limits are met.
 
     The last so many as are only ``compared`` are not chosen from.
     """
@@ -48,7 +48,7 @@ def give_reasons(
 
 
 def _outstanding(figures: Sequence[float]) -> float | None:
-    """The least, where the others are not all about the same."""
+    """The least, where the others are not all similar."""
     return min(figures) if figures and max(figures) > _ALIKE * min(figures) else None
 
 
@@ -65,7 +65,7 @@ def _extremes(option: PlanOption, least: tuple[float | None, float | None]) -> l
 
 
 def _against(option: PlanOption, best: PlanOption) -> list[str]:
-    """How it compares with the first."""
+    """Comparison with the first option."""
     parts: list[str] = []
     if option.dollars is not None and best.dollars is not None:
         dollars, least = option.dollars.value, best.dollars.value
@@ -81,7 +81,7 @@ def _memory_words(option: PlanOption) -> str:
 
 
 def _doubts(option: PlanOption, limits: GoalLimits) -> list[str]:
-    """Limits that are met as expected, but not at the high end."""
+    """Limits that are met as expected, but not at the 90 % quantile."""
     parts: list[str] = []
     dollars, budget = option.dollars, limits.budget
     if budget is not None and dollars is not None and dollars.value <= budget < dollars.high:

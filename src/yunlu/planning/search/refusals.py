@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from yunlu.planning.search.layout_search import LayoutQuery, LayoutSearchResult
 
 
-def refuse_all(question: LayoutQuery, found: LayoutSearchResult) -> PlanError:
-    """No layout of any hardware holds the model, or none can be made at all."""
-    if found.tightest is not None:
-        config, devices, excess = found.tightest
+def refuse_all(question: LayoutQuery, layouts: LayoutSearchResult) -> PlanError:
+    """No layout of any hardware holds the model, or none exists."""
+    if layouts.tightest is not None:
+        config, devices, excess = layouts.tightest
         columns = question.work.columns
         is_adapted = columns["trainable"] < columns["parameters"]
         less = "take a smaller model" if is_adapted else "train an adapter (model.adapter: lora)"
         return PlanError(
             f"The model fits none of the hardware: the nearest, {devices} x "
-            f"{question.configs[config].device}, would need {_tell(excess, question)}.",
+            f"{question.configs[config].device}, would need {_describe_excess(excess, question)}.",
             hint="allow more devices (--max-devices) or larger ones (--gpu), shorten "
             f"data.max_length, or {less}",
         )
@@ -45,22 +45,24 @@ def refuse_all(question: LayoutQuery, found: LayoutSearchResult) -> PlanError:
 
 
 def refuse_change(
-    question: LayoutQuery, found: LayoutSearchResult, changes: Mapping[str, Any]
+    question: LayoutQuery, layouts: LayoutSearchResult, changes: Mapping[str, Any]
 ) -> PlanError:
     """An option that was changed by hand no longer fits."""
     given = _name_changes(changes)
-    if found.tightest is None:
+    if layouts.tightest is None:
         return refuse_layout(changes, devices=question.most_devices)
-    config, devices, excess = found.tightest
+    config, devices, excess = layouts.tightest
     return PlanError(
-        f"{given}: {devices} x {question.configs[config].device} would need {_tell(excess, question)}.",
+        f"{given}: {devices} x {question.configs[config].device} would need {_describe_excess(excess, question)}.",
         hint="a smaller micro_batch, recompute='full', or more fsdp, tp or nodes need less",
     )
 
 
 def refuse_layout(changes: Mapping[str, Any], *, devices: int) -> PlanError:
     """There is no layout with all of the changes."""
-    together = "change fewer of them at once; each alone is told which values it may have"
+    together = (
+        "change fewer of them at once; the error of a single change lists its possible values"
+    )
     alone = "every replica needs a sample of each step: a larger batch, or fewer nodes, go together"
     return PlanError(
         f"{_name_changes(changes)}: there is no such layout of {devices} devices.",
@@ -68,9 +70,9 @@ def refuse_layout(changes: Mapping[str, Any], *, devices: int) -> PlanError:
     )
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_words(items: Sequence[str]) -> str:
     """``a, b or c``."""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " or ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
 def _name_changes(changes: Mapping[str, Any]) -> str:
@@ -94,8 +96,8 @@ def _refuse_devices(question: LayoutQuery) -> PlanError:
     )
 
 
-def _tell(excess: float, question: LayoutQuery) -> str:
-    # Rounded up: what is too much is never told as just enough.
+def _describe_excess(excess: float, question: LayoutQuery) -> str:
+    # Rounded up: an excess is never shown as just enough.
     return (
         f"{math.ceil(excess * 100) / 100:.2f} times its memory, if nine in ten runs are to fit "
         f"into the {question.memory_share:.0%} of it that can be used".replace("%", " %")

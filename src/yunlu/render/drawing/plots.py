@@ -212,18 +212,18 @@ def _(figure: CostTimeFigure, axes: Any) -> None:
     _set_title(axes, figure.title)
 
 
-def _draw_option(axes: Any, option: OptionPoint, place: int) -> None:
+def _draw_option(axes: Any, option: OptionPoint, index: int) -> None:
     """An option with its interval and its number; the first stands out."""
-    is_first = place == 0
+    is_first = index == 0
     (low_h, hours, high_h), (low, dollars, high) = option.hours, option.dollars
     axes.errorbar(
         [hours], [dollars], xerr=[[hours - low_h], [high_h - hours]],
         yerr=[[dollars - low], [high - dollars]], fmt="o", markersize=15 if is_first else 12,
-        color=_ACCENT if is_first else _EDGE, elinewidth=1, capsize=2, zorder=8 - 0.1 * place,
-        label=f"{place + 1}  {option.name}{' (chosen)' if is_first else ''}",
+        color=_ACCENT if is_first else _EDGE, elinewidth=1, capsize=2, zorder=8 - 0.1 * index,
+        label=f"{index + 1}  {option.name}{' (chosen)' if is_first else ''}",
     )  # fmt: skip
     axes.annotate(
-        str(place + 1), (hours, dollars), ha="center", va="center", fontsize=9, color="white",
+        str(index + 1), (hours, dollars), ha="center", va="center", fontsize=9, color="white",
         fontweight="bold", zorder=9,
     )  # fmt: skip
 

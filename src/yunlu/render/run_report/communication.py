@@ -15,7 +15,7 @@ from yunlu.render.i18n.texts import BilingualText, known_text, same, text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.jobs.communication import Chosen, Expectation, HostLinks
+    from yunlu.jobs.communication import ChosenMethod, Expectation, HostLinks
     from yunlu.jobs.report_model import Report
 
 _MOST_CHOICES = 50
@@ -52,7 +52,9 @@ def present_communication(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _cards(chosen: Chosen) -> Iterator[tuple[BilingualText, BilingualText | str, BilingualText]]:
+def _cards(
+    chosen: ChosenMethod,
+) -> Iterator[tuple[BilingualText, BilingualText | str, BilingualText]]:
     guarantee = known_text("guarantee", chosen.guarantee)
     yield text("communication.chosen"), _method_name(chosen.name), guarantee
     quantities = {"step_s": show_duration, "exchange_s": show_duration, "sent_bytes": show_bytes}
@@ -68,7 +70,7 @@ def _cards(chosen: Chosen) -> Iterator[tuple[BilingualText, BilingualText | str,
         yield text("communication.error"), share, text("communication.error_how")
 
 
-def _choice(chosen: Chosen) -> dict[str, Any]:
+def _choice(chosen: ChosenMethod) -> dict[str, Any]:
     row = chosen.expectation("step_s")
     return {
         "row": chosen,
@@ -80,7 +82,7 @@ def _choice(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _reason(chosen: Chosen) -> BilingualText:
+def _reason(chosen: ChosenMethod) -> BilingualText:
     """The recorded reason is in English; the Chinese one is written again from the same numbers."""
     reason = without_name(chosen)
     predicted = {row.quantity: row.predicted or 0.0 for row in chosen.expectations}
@@ -101,8 +103,8 @@ def _reason(chosen: Chosen) -> BilingualText:
         hidden=show_duration(predicted["exchange_s"] - predicted.get("wait_s", 0.0)),
         gain=gain[1] if gain else "",
     )
-    if chosen.aside:
-        written += text("communication.excluded", hosts=", ".join(chosen.aside))
+    if chosen.excluded:
+        written += text("communication.excluded", hosts=", ".join(chosen.excluded))
     return BilingualText(en=reason or written.en, zh=written.zh)
 
 
@@ -112,7 +114,7 @@ def _show_ratio(row: Expectation | None) -> str:
     return f"× {row.ratio:.2f}"
 
 
-def _candidates(chosen: Chosen) -> Iterator[dict[str, Any]]:
+def _candidates(chosen: ChosenMethod) -> Iterator[dict[str, Any]]:
     """The best ones, and always the chosen one and torch's own all-reduce."""
     longest = max((candidate.cost_s for candidate in chosen.candidates), default=0.0)
     for index, candidate in enumerate(chosen.candidates):

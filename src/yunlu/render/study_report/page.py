@@ -165,7 +165,7 @@ def _cards(view: StudyView, now: float) -> Iterator[tuple[BilingualText, str, Bi
         yield text("study.card.saved"), f"{1 - done / whole:.0%}".replace("%", " %"), remark
 
 
-def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
+def _best(view: StudyView, folder: Path) -> dict[str, Any] | None:
     """The best setting, and what to do with it."""
     facts = view.best
     if facts is None:
@@ -180,7 +180,7 @@ def _best(view: StudyView, place: Path) -> dict[str, Any] | None:
         "command": train_command(view, facts),
         "model": model_path(view, facts),
         "run": run_path(view, facts),
-        "link": report_link(view, facts, place),
+        "link": report_link(view, facts, folder),
         "ranges": {dimension.name: show_range(dimension) for dimension in view.dimensions},
     }
 

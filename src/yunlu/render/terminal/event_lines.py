@@ -190,9 +190,9 @@ def _trial_rows(plan: Plan) -> list[RenderableType]:
     for name, trials in tried.items():
         line = Text(f"{name:<{width}}  ")
         for i, trial in enumerate(trials):
-            text = f"{trial.value} ×{trial.speedup:.2f}" + (" ✔" if trial.kept else "")
+            text = f"{trial.value} ×{trial.speedup:.2f}" + (" ✔" if trial.is_adopted else "")
             line.append(" · " if i else "", style="dim")
-            line.append(text, style="bold" if trial.kept else "dim")
+            line.append(text, style="bold" if trial.is_adopted else "dim")
         if all(trial.remembered for trial in trials):
             line.append("  remembered", style="dim")
         rows.append(event_row("" if rows else "tried", line))

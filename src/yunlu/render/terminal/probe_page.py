@@ -44,7 +44,7 @@ def probe_progress(console: Console) -> Generator[Callable[[ProbeProgress], None
     def show(measured: ProbeProgress) -> None:
         progress.start()
         total = measured.of or None
-        progress.update(bar, description=measured.part, completed=measured.place, total=total)
+        progress.update(bar, description=measured.part, completed=measured.index, total=total)
 
     try:
         yield show

@@ -68,7 +68,7 @@ def _head(run: RunDetails) -> list[RenderableType]:
     if run.error:
         lines.append(Text(f" {run.error}", style="red"))
     if run.state.can_resume:
-        lines.append(Text(f" yunlu resume {run.id} goes on", style="dim"))
+        lines.append(Text(f" yunlu resume {run.id} continues it", style="dim"))
     return lines
 
 

@@ -145,7 +145,7 @@ def _news(view: StudyView, before: TrialFacts | None, facts: TrialFacts) -> list
         origin = f"  from trial {source} at rung {rung}" if rung else ""
         news.append(f"begins      {'  '.join(setting)}{origin}")
     if before is not None and before.state is TrialState.HELD is not facts.state:
-        news.append(f"goes on     from rung {before.trial.rung}")
+        news.append(f"resumed     from rung {before.trial.rung}")
     known = len(before.points) if before is not None else 0
     of = f"/{view.rungs}" if view.rungs else ""
     best_at = next((rung for rung, values in facts.curve if values[0] == facts.value), None)

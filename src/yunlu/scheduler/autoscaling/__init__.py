@@ -1,1 +1,1 @@
-"""How many machines to have, and of which offer. Pure: values in, values out."""
+"""Autoscaling: how many nodes of which offer to have. Pure."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DeadlineWatch:
-    """Watches one job with a deadline: told how it stands, says what to run on.
+    """Watches one job with a deadline: takes its progress, returns spot, on-demand or idle.
 
     Work is counted in seconds at ``goodput``, the useful samples a second of the size it would fall
     back to on on-demand (an efficient one that makes it); until then it may run at any size.
@@ -43,7 +43,7 @@ class DeadlineWatch:
         work_s = demand.remaining / goodput
         job = DeadlineJob(
             work_s=work_s,
-            # With less there is nothing to plan: it is on on-demand from now on.
+            # With less slack there is nothing to plan: on-demand from now on.
             deadline_s=max(demand.deadline_at - now - step_s, work_s, 1.0),
             restart_s=demand.restart_s,
         )
@@ -62,7 +62,7 @@ class DeadlineWatch:
         on_demand_dollars_per_hour: float,
         spent_dollars: float,
     ) -> Mode:
-        """What to run on until asked again."""
+        """What to run on until the next call."""
         return self._policy.choose(
             SpotObservation(
                 elapsed_s=now - self.began_at,

@@ -64,7 +64,7 @@ def decide_nodes(
     retained = held - Counter(lease.offer for lease in release if not lease.is_leaving)
     for offer in offers:
         count, reason = _follow(
-            offer, purchases, held=held[offer.key], kept=retained[offer.key], limits=limits, rules=rules,
+            offer, purchases, held=held[offer.key], retained_count=retained[offer.key], limits=limits, rules=rules,
             notes=notes, now=state.now, is_hurried=offer.key in hurried, wanting=wanting,
         )  # fmt: skip
         if count:
@@ -134,7 +134,7 @@ def _follow(
     purchases: PurchasePlan,
     *,
     held: int,
-    kept: int,
+    retained_count: int,
     limits: Limits,
     rules: ScalingRules,
     notes: ScalingMemory,
@@ -164,9 +164,11 @@ def _follow(
             text=f"{best - held} more of {offer.key} would pay; waiting to see whether that lasts.",
             figures=figures,
         )
-    if kept < held:
-        return kept, Reason(
-            code="shrunk", text=f"{held - kept} of {offer.key} idle: released.", figures=figures
+    if retained_count < held:
+        return retained_count, Reason(
+            code="shrunk",
+            text=f"{held - retained_count} of {offer.key} idle: released.",
+            figures=figures,
         )
     if best < held:
         return held, Reason(

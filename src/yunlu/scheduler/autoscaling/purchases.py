@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand
 
 _FREE_DOLLARS = 1e-6
-"""Machines that cost nothing are still not bought for nothing."""
+"""Price assumed for free nodes, so that they are not rented without a gain."""
 _MOST_SIZES = 24
 
 
@@ -34,33 +34,33 @@ class _Step:
     offer: NodeOffer
     size: int
     nodes: int
-    """More machines that this takes."""
+    """Additional nodes needed."""
     gain: float
-    """More useful samples a second."""
+    """Additional useful samples per second."""
     value: float
-    """Against the job's best dollar; infinite where it takes no machine more."""
+    """Gain per dollar relative to the job's best; infinite where no further node is needed."""
 
 
 @dataclass(slots=True)
 class PurchasePlan:
-    """What has been chosen so far."""
+    """Purchases chosen so far."""
 
     limits: Limits
     nodes: dict[str, int] = field(default_factory=dict[str, int])
     devices: dict[str, int] = field(default_factory=dict[str, int])
-    """By offer: how many of its devices are spoken for."""
+    """Devices in use, by offer."""
     dollars_per_hour: float = 0.0
     team_devices: dict[str, int] = field(default_factory=dict[str, int])
     team_dollars: dict[str, float] = field(default_factory=dict[str, float])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def nodes_for(self, offer: NodeOffer, more: int) -> int:
-        """Machines to add for so many devices more."""
+        """Nodes to add for so many more devices."""
         needed = math.ceil((self.devices.get(offer.key, 0) + more) / offer.devices)
         return max(0, needed - self.nodes.get(offer.key, 0))
 
     def refuses(self, demand: Demand, offer: NodeOffer, more: int) -> str | None:
-        """Which limit stands against it."""
+        """The limit that forbids a purchase, if any."""
         nodes = self.nodes_for(offer, more)
         if self.nodes.get(offer.key, 0) + nodes > offer.most:
             return "capacity"
@@ -85,7 +85,7 @@ class PurchasePlan:
         return None
 
     def take(self, demand: Demand, offer: NodeOffer, more: int) -> None:
-        """Add devices for a job."""
+        """Add devices to a job."""
         nodes = self.nodes_for(offer, more)
         self.nodes[offer.key] = self.nodes.get(offer.key, 0) + nodes
         self.devices[offer.key] = self.devices.get(offer.key, 0) + more
@@ -98,18 +98,18 @@ class PurchasePlan:
 
 @dataclass(slots=True)
 class Buyer:
-    """One job looking for devices."""
+    """A job that devices are bought for."""
 
     demand: Demand
     offers: Sequence[NodeOffer]
-    """Those it may use."""
+    """Offers it may use."""
     waited_s: float
     need: float | None = None
-    """Useful samples a second that its deadline asks for after a restart; bought at any price."""
+    """Goodput that its deadline requires after a restart; bought at any price."""
     need_held: float = math.inf
-    """The same if it stays as it is, and so loses no time."""
+    """The same without a restart, if it keeps what it holds."""
     held_offer: str | None = None
-    """Where all that it holds comes from."""
+    """Offer of all the devices it holds."""
     size: int = 0
     offer: NodeOffer | None = None
     rate: float = 0.0
@@ -117,10 +117,10 @@ class Buyer:
         default_factory=dict[str, tuple[list[int], list[float]]]
     )
     best: float = 0.0
-    """Most useful samples per dollar that it could get anywhere, alone."""
+    """Most useful samples per dollar on any offer, without other jobs."""
 
     def prepare(self, every: Iterable[NodeOffer]) -> None:
-        """Ask the job's model about all sizes on all offers, also those that cannot be had now."""
+        """Predict the goodput of all sizes on all offers, including those not available now."""
         for offer in every:
             sizes = _sizes(self.demand, offer)
             if not sizes:
@@ -133,17 +133,17 @@ class Buyer:
             self.best = max(self.best, float((rates / dollars).max()))
 
     def next_step(self, purchases: PurchasePlan) -> _Step | None:
-        """The step whose dollar brings most; a job stays on the offer it began with."""
+        """The step with the most gain per dollar; a job stays on the offer it began with."""
         steps = [
             step
             for offer in ((self.offer,) if self.offer else self.offers)
             for step in self._steps(offer, purchases)
         ]
         if not self.is_in_hurry:
-            # To grow is to restart: not where that would make it late.
+            # Growing needs a restart: not where that would miss the deadline.
             safe = [step for step in steps if self.rate + step.gain >= (self.need or 0.0)]
             return max(safe, key=lambda step: (step.value, step.gain), default=None)
-        # In a hurry: as it is, or the cheapest way there, or as near as one can get.
+        # Short of time: what it holds, or the cheapest sufficient size, or the fastest possible.
         enough = [
             step for step in steps if self.rate + step.gain >= self._needed(step.size, step.offer)
         ]
@@ -153,12 +153,12 @@ class Buyer:
         return max(steps, key=lambda step: step.gain, default=None)
 
     def _is_held(self, size: int, offer: NodeOffer | None) -> bool:
-        """Whether it has just this, and need not restart for it."""
+        """Whether it holds exactly this, so that no restart is needed."""
         is_there = offer is not None and offer.key == self.held_offer
         return is_there and size == self.demand.held.devices
 
     def _needed(self, size: int, offer: NodeOffer | None) -> float:
-        """What the deadline asks for with this; nothing where there is none."""
+        """Goodput that the deadline requires with this choice; 0 without a deadline."""
         if self.need is None:
             return 0.0
         return min(self.need, self.need_held) if self._is_held(size, offer) else self.need
@@ -177,14 +177,14 @@ class Buyer:
 
     @property
     def is_in_hurry(self) -> bool:
-        """Whether its deadline asks for more than it has."""
+        """Whether its deadline requires more than it holds."""
         return self.rate < self._needed(self.size, self.offer)
 
 
 def plan_purchases(
     buyers: Sequence[Buyer], purchases: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> None:
-    """Fill the basket: deadlines first, then priority, then the best dollar."""
+    """Choose purchases: deadlines first, then priority, then gain per dollar."""
     order = {id(buyer): index for index, buyer in enumerate(buyers)}
     queue: list[tuple[bool, int, float, int]] = []
 
@@ -208,7 +208,7 @@ def plan_purchases(
         if step is None:
             continue
         if -value > step.value and queue and not buyer.is_in_hurry:
-            # Others have taken what it counted on: it stands in line again.
+            # Other jobs took the devices it needed: it is queued again.
             ask(buyer)
             continue
         if not buyer.is_in_hurry and step.value < _least_worth(buyer, step, purchases, held, rules):
@@ -222,7 +222,7 @@ def plan_purchases(
 def _least_worth(
     buyer: Buyer, step: _Step, purchases: PurchasePlan, held: Mapping[str, int], rules: ScalingRules
 ) -> float:
-    """How good a dollar must be: less for what is held already, less for who has waited long."""
+    """Least acceptable gain per dollar: lower for held devices and for jobs that waited long."""
     worth = rules.worth
     if purchases.nodes.get(step.offer.key, 0) + step.nodes <= held.get(step.offer.key, 0):
         worth *= 1 - rules.calm
@@ -251,7 +251,7 @@ def _device_price(offer: NodeOffer) -> float:
 
 
 def _sizes(demand: Demand, offer: NodeOffer) -> list[int]:
-    """Sizes worth asking about: doubling within a machine, then whole machines, then doubling."""
+    """Candidate sizes: doubling within a node, then whole nodes, then doubling."""
     if demand.types is not None and offer.type not in demand.types:
         return []
     unit = max(1, demand.multiple)

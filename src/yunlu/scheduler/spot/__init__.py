@@ -1,1 +1,1 @@
-"""Spot machines under a deadline: models, policies and replays. Pure but for the readers of traces."""
+"""Spot nodes under a deadline: models, policies and replays. Pure but for the readers of traces."""

@@ -42,12 +42,12 @@ class SpotModel:
     down_by_age: tuple[float, ...]
     down_of_share: tuple[float, float]
     place_weight: float
-    """How many spells of a place weigh as much as the prior."""
+    """Number of spells of a zone that weigh as much as the prior."""
     place_memory_s: float
-    """How fast the spells of a place are forgotten."""
+    """How fast spells of a zone are forgotten."""
 
     def scaled(self, *, up: float, down: float) -> SpotModel:
-        """The model of a place where spells end so many times as fast."""
+        """The model of a zone where spells end so many times as fast."""
         return replace(
             self,
             up_by_age=tuple(value + math.log(up) for value in self.up_by_age),
@@ -55,14 +55,14 @@ class SpotModel:
         )
 
     def rate_per_s(self, is_up: bool, age_s: float, share: float) -> float:
-        """How fast a spell ends."""
+        """Rate at which a spell ends."""
         by_age = self.up_by_age if is_up else self.down_by_age
         slope, bend = self.up_of_share if is_up else self.down_of_share
         level = by_age[bisect_right(AGE_EDGES_S, age_s)]
         return math.exp(level + slope * share + bend * share * share) / HOUR_S
 
     def rates_per_s(self, is_up: bool) -> NDArray[np.float64]:
-        """How fast a spell ends, for each age (rows) and share of the past (columns)."""
+        """Rate at which a spell ends, by age (rows) and share of the past (columns)."""
         by_age = self.up_by_age if is_up else self.down_by_age
         slope, bend = self.up_of_share if is_up else self.down_of_share
         logs = np.asarray(by_age)[:, None] + slope * SHARES[None, :] + bend * SHARES[None, :] ** 2

@@ -1,4 +1,4 @@
-"""The cheapest way to the deadline under the model of spot: exact dynamic programming.
+"""The cheapest plan to the deadline under the spot model: exact dynamic programming.
 
 A job that has ``left`` work and ``time`` to go has ``slack = time - left``. Running keeps the slack,
 waiting spends it, and so does every start. The table holds, for every time to go, slack and state of
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from yunlu.scheduler.spot.values import DeadlineJob
 
 LEVELS = 300
-"""Steps to the deadline; a start may cut them finer."""
+"""Steps to the deadline; a start may divide them further."""
 _MOST_STARTING = 4
-"""Steps that a start is cut into, at most; more only cost time."""
+"""Most steps that a start is divided into."""
 _NEVER = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotPlan:
-    """What to do, and what it is expected to cost."""
+    """Action in every state, and the expected cost."""
 
     step_s: float
     actions: NDArray[np.uint8]
@@ -102,25 +102,25 @@ def _choose_step(job: DeadlineJob, levels: int) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sweep:
-    """One step back in time, again and again."""
+    """One backward step of the dynamic programme."""
 
     moves: csr_array
     is_up: NDArray[np.bool_]
     spot: float
     on_demand: float
-    """What a step costs."""
+    """Cost of a step."""
     starting: int
     fraction: float
-    """What a start takes of a step, where it takes less than one."""
+    """Share of a step that a start takes, where it takes less than one."""
     slacks: int
 
     def last(self) -> _Level:
-        """At the deadline: nothing is left to pay."""
+        """At the deadline: no cost to go."""
         zero = np.zeros((self.is_up.shape[0], self.slacks))
         return _Level(zero, zero, zero, [zero] * self.starting, [zero] * self.starting)
 
     def before(self, after: _Level, number: int, actions: NDArray[np.uint8]) -> _Level:
-        """One step earlier; notes what to do."""
+        """One step earlier; records the actions."""
         held_on_spot = [after.spot, *after.spot_starting[:-1]]
         held_on_demand = [after.on_demand, *after.on_demand_starting[:-1]]
         expected = self._expect(
@@ -150,7 +150,7 @@ class _Sweep:
         need = self.starting or self.fraction
         start_spot = np.where(self.is_up, self._safe(start_spot, need), _NEVER)
         choices_idle = np.stack([wait, start_spot, start_on_demand])
-        # Leaving on-demand to wait never paid in replays, and near a tie it would flutter.
+        # Leaving on-demand to wait never paid in replays, and near a tie it would oscillate.
         never = np.full_like(wait, _NEVER)
         choices_on_demand = np.stack([never, start_spot, on_demand])
         actions[:] = 3 * choices_idle.argmin(0) + choices_on_demand.argmin(0)
@@ -164,7 +164,7 @@ class _Sweep:
         return np.split(self.moves @ np.hstack(values), len(values), axis=1)
 
     def _safe(self, value: NDArray[np.float64], spent: float) -> NDArray[np.float64]:
-        """Never, where too little slack would be left to start on-demand afterwards."""
+        """Forbidden where too little slack would be left to start on-demand afterwards."""
         need = (self.starting or self.fraction) + spent
         value = value.copy()
         value[:, : math.ceil(need - 1e-9)] = _NEVER

@@ -1,4 +1,4 @@
-"""The policy for spot with a deadline: the plan decides, the safety net guarantees."""
+"""The policy for spot with a deadline: follows the plan; the safety net guarantees the deadline."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from yunlu.scheduler.spot.values import DeadlineJob, SpotObservation
 
 _PRICE_STEP = 0.05
-"""Prices nearer than this share of on-demand have one plan."""
+"""Prices that differ by less than this share of on-demand have one plan."""
 _FACTOR_STEP = 0.5
-"""Places whose spells end so nearly as fast (in powers of two) have one plan."""
+"""Zones whose spells end at similar rates (within this power of two) have one plan."""
 _MOST_FACTOR_STEPS = 4
 
 
 @dataclass(slots=True)
 class SpotPlanCache:
-    """The plans of one job, by the price of spot and the place; made when asked for, and shared."""
+    """Plans of one job by spot price and zone; made on demand, and shared."""
 
     job: DeadlineJob
     model: SpotModel = PRIOR
@@ -73,7 +73,7 @@ class PlannedSpotPolicy:
         self.memory = SpotHistory(plans.model)
         self._plans = plans
         self._price_share = price_share
-        """What spot costs against on-demand, as far as it is known."""
+        """Price of spot relative to on-demand, where known."""
 
     def recall(self, was_up: NDArray[np.bool_], step_s: float) -> None:
         """Learn from the history of the zone before the job began."""

@@ -1,4 +1,4 @@
-"""What is known of spot before a place has been watched.
+"""Prior of the spot model, before a zone was observed.
 
 Fitted by ``python -m benchmarks.fit_spot`` on 25 public traces (365 days in all) of SkyPilot's
 spot-traces: AWS K80 and V100 of autumn 2022, clusters of 4 and 16 V100 of summer 2023, preemptions of

@@ -1,4 +1,4 @@
-"""Two safety nets that hold whatever spot does next: in time, and never much dearer than on-demand.
+"""Two safety nets that hold whatever spot does next: in time, and at most one restart above on-demand.
 
 Both are kept step by step. As long as a job is not on on-demand, enough time *and* enough money are
 left to start on-demand now and finish there. A step that could break this is not taken, so nothing
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.spot.values import DeadlineJob, SpotObservation
 
 _SPARE_S = 1e-6
-"""Rounding of sums over thousands of ticks must not look like a broken promise."""
+"""Tolerance for rounding of sums over thousands of ticks."""
 
 
 def apply_safety_net(job: DeadlineJob, observed: SpotObservation, wanted: Mode) -> Mode:
@@ -59,7 +59,7 @@ def is_within_cost(job: DeadlineJob, observed: SpotObservation, mode: Mode) -> b
 
 
 def _lost_s(job: DeadlineJob, observed: SpotObservation, mode: Mode) -> float:
-    """How much of the next step does no work."""
+    """Part of the next step that does no work."""
     if mode is Mode.IDLE:
         return observed.step_s
     starting_s = observed.starting_s if observed.mode is mode else job.restart_s

@@ -14,7 +14,7 @@ HOUR_S = 3600.0
 
 
 class Mode(IntEnum):
-    """On what the job runs."""
+    """What the job runs on."""
 
     IDLE = 0
     SPOT = 1
@@ -26,10 +26,10 @@ class DeadlineJob:
     """Work that must be done in time; spans in seconds from its start."""
 
     work_s: float
-    """How long it would run undisturbed."""
+    """Run time without interruption."""
     deadline_s: float
     restart_s: float
-    """What every start costs: getting a machine, loading, and the work that was not saved."""
+    """Cost of every start: getting a node, loading, and unsaved work."""
 
     @property
     def is_feasible(self) -> bool:
@@ -39,7 +39,7 @@ class DeadlineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotMarket:
-    """When spot could be had and for how much, tick by tick."""
+    """Availability and price of spot, tick by tick."""
 
     name: str
     step_s: float
@@ -67,13 +67,13 @@ class SpotObservation:
     mode: Mode
     """What it runs on; already idle if spot has just been taken away."""
     starting_s: float
-    """How much of its current start is still to come; no work is done until then."""
+    """Rest of the current start; no work is done until then."""
     is_spot_up: bool
     spot_dollars_per_hour: float
     on_demand_dollars_per_hour: float
     spent_dollars: float
     step_s: float
-    """When it will be asked again."""
+    """Seconds until the next call."""
 
 
 class DeadlinePolicy(Protocol):

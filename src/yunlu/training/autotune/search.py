@@ -95,7 +95,7 @@ def search(
                 value=str(getattr(option, knob.field)),
                 sample_s=seconds,
                 speedup=speedup,
-                kept=adopts and winner is not None and option == winner[1],
+                is_adopted=adopts and winner is not None and option == winner[1],
             )
             for speedup, option, seconds in tried
         ]

@@ -89,7 +89,7 @@ def _try_kernels(
             value=kernel,
             sample_s=span,
             speedup=first_s / span,
-            kept=is_adopted and kernel == best,
+            is_adopted=is_adopted and kernel == best,
         )
         for kernel, span in seconds.items()
     ]

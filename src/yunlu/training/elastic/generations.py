@@ -84,9 +84,11 @@ def split_of(layout: Layout) -> StateSplit:
     )
 
 
-def part_at(layout: Layout, place: RankCoordinates) -> StatePart:
+def part_at(layout: Layout, coordinates: RankCoordinates) -> StatePart:
     """The part held at these coordinates."""
-    return StatePart(place.pp, place.fsdp, place.tp, place.dp if layout.zero1 else 0)
+    return StatePart(
+        coordinates.pp, coordinates.fsdp, coordinates.tp, coordinates.dp if layout.zero1 else 0
+    )
 
 
 def plan_generation(
@@ -143,7 +145,7 @@ class _Source:
     )
 
     def part(self, held_state: HeldState) -> StatePart:
-        return part_at(self.layout, held_state.place)
+        return part_at(self.layout, held_state.coordinates)
 
     def parts_of(self, worker: int) -> set[StatePart]:
         held = [self.live[worker]] if worker in self.live else []

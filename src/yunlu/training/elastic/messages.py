@@ -23,7 +23,7 @@ class HeldState(Value):
     """Completed steps."""
     generation: int
     """Generation whose layout defines the part."""
-    place: RankCoordinates
+    coordinates: RankCoordinates
     """Coordinates of the worker whose state it is."""
 
 

@@ -196,8 +196,8 @@ class WorkerAgent:
         restored = self._restored
         if restored is None or restored.rank is None:
             return None
-        place = restored.layout.place_of(restored.rank)
-        return HeldState(step=step, generation=restored.generation, place=place)
+        coordinates = restored.layout.place_of(restored.rank)
+        return HeldState(step=step, generation=restored.generation, coordinates=coordinates)
 
     def report_progress(
         self,

@@ -52,7 +52,7 @@ class World:
     is_disconnected: bool = False
     host: str = "127.0.0.1"
     """Address at which other workers reach this one."""
-    async_obstacle: str = "nobody here can start servers"
+    async_obstacle: str = "no process here can start servers"
     """Why its workers cannot switch to asynchronous training; empty if they can."""
     can_exclude_workers: bool = False
     """Whether stragglers can be excluded while the others continue."""

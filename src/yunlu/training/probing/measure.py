@@ -193,7 +193,7 @@ def main() -> int:
         torch.set_num_threads(arguments.threads)
 
     def print_part(name: str, index: int, of: int) -> None:
-        sys.stdout.write(json.dumps({"part": name, "place": index, "of": of}) + "\n")
+        sys.stdout.write(json.dumps({"part": name, "index": index, "of": of}) + "\n")
         sys.stdout.flush()
 
     profile = measure_machine(quick=arguments.quick, on_part=print_part)

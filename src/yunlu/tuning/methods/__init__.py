@@ -1,1 +1,1 @@
-"""Methods of searching: which setting next, and how far to train it."""
+"""Search methods: which setting next, and how far to train it."""

@@ -140,7 +140,7 @@ class Frontier:
             return Judgement(Verdict.GO_ON, until=decision.move.until)
         if decision.is_hopeless:
             return Judgement(Verdict.PRUNE, reason="not expected to become the best any more")
-        return Judgement(Verdict.HOLD, reason="others are expected to gain more")
+        return Judgement(Verdict.HOLD, reason="other trials are expected to gain more")
 
     def _is_leading(self, table: TrialTable, row: int, snapshot: StudySnapshot) -> bool:
         """Whether it has just become better than all others, and has time to continue."""
@@ -283,7 +283,7 @@ class _FrontierStep:
             return StartTrial(params, self._milestones[0])
         if self._running.any():
             return WaitForResults()
-        return EndStudy(_NOTHING_ALLOWED if may_begin else "no trial told a value")
+        return EndStudy(_NOTHING_ALLOWED if may_begin else "no trial reported a value")
 
     def _model(self) -> None:
         table = self._table

@@ -1,4 +1,4 @@
-"""What a study has seen, as the model wants it: few points, on a scale that outliers cannot bend."""
+"""Observations for the surrogate: few points, on a scale that is robust to outliers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     Indices = NDArray[np.intp]
 
 _DISTRUST = 0.5
-"""The variance of an earlier study's values, beside that of ours (which is 1)."""
+"""Noise variance of values of earlier studies, relative to ours (1)."""
 _REMEMBERED = 30
-"""Of an earlier study: so many of its best trials, and as many others."""
+"""Number of best trials of an earlier study, and of others, that are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class RankScale:
     deviation: float = 1.0
 
     def rate(self, values: Array) -> Array:
-        """Smaller is better; what is infinite is as bad as the worst."""
+        """Smaller is better; infinite values rank as the worst."""
         return (np.interp(values, self.knots, self.heights) - self.mean) / self.deviation
 
 
 def make_scale(values: Array) -> RankScale:
-    """From the values of trials; those that are not finite do not count."""
+    """From the values of trials; only finite ones count."""
     knots = np.unique(values[np.isfinite(values)])
     knots = knots if len(knots) else np.zeros(1)
     return RankScale(knots, ndtri((np.arange(len(knots)) + 0.5) / len(knots)))
@@ -80,7 +80,7 @@ def observe(
 
 
 def add_failures(table: TrialTable, seen: CurveObservations, rungs: int) -> CurveObservations:
-    """Trials that failed before they told anything, as bad as the worst that was seen."""
+    """Trials that failed without a value, as bad as the worst seen."""
     rows = np.flatnonzero(table.failed)[-_REMEMBERED:]
     if not len(rows):
         return seen
@@ -99,7 +99,7 @@ class PastTrials:
     """Trials of earlier studies: less trusted than our own."""
 
     def __init__(self, trials: Sequence[Trial], encoder: Encoder, *, seed: int) -> None:
-        """Those that told a value."""
+        """Those with a value."""
         table = TrialTable(encoder, seed=seed).update(trials, [1])
         rows = np.flatnonzero(np.isfinite(table.bests))
         order = rows[np.argsort(table.bests[rows], kind="stable")]

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Kind = Literal["tpe", "gp", "nsga2"]
 
 _OPENING = 10
-"""Trials with a result before a model of them is worth making, as in Optuna."""
+"""Trials with a result before the model is used, as in Optuna."""
 _ATTEMPTS = 20
-"""Suggestions that are asked for before an allowed one is drawn at random instead."""
+"""Suggestions before an allowed one is drawn at random instead."""
 
 
 def distribution_of(dimension: Dimension) -> BaseDistribution:
-    """A dimension in Optuna's words."""
+    """Optuna's distribution of a dimension."""
     if dimension.choices:
         return distributions.CategoricalDistribution(dimension.choices)
     low, high, step = dimension.low, dimension.high, dimension.step
@@ -104,7 +104,7 @@ class OptunaSampler:
             return self._walk(study)
 
     def _walk(self, study: Study) -> Params:
-        """Ask dimension by dimension, leaving out those that do not exist beside the others."""
+        """Suggest dimension by dimension, without those that do not exist for the other values."""
         trial = study.ask()
         params: Params = {}
         for dimension in self._draws.dimensions:
@@ -156,7 +156,7 @@ class OptunaSampler:
             failed = trial.state is TrialState.FAILED or trial.state.is_over
             state = OptunaState.FAIL if failed else OptunaState.RUNNING
             return make_frozen(index, state, params, known)
-        # Only TPE knows what to make of a trial that was given up.
+        # Only TPE handles pruned trials.
         if self._kind == "tpe" and self._objectives == 1 and trial.state is not TrialState.DONE:
             course = {p.rung: float(_finite(p.value, worst)) for p in trial.points}
             return make_frozen(index, OptunaState.PRUNED, params, known, course=course)

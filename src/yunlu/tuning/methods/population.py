@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Action, Dimension, Params, ParamValue, StudySnapshot, Trial
 
 _FACTORS = (0.8, 1.2)
-"""How a number is varied, as published."""
+"""Perturbation factors, as published."""
 _REDRAWN = 0.25
-"""How often a field is drawn anew instead, as published."""
+"""Probability of redrawing a field, as published."""
 _KEPT = ("train.optimizer.name", "train.epochs", "train.steps", "train.evaluate", "train.seed")
 """Fields of ``train`` that must not change when a checkpoint continues; all fields of other sections are such."""
 
 
 class PopulationBasedTraining:
-    """Members that learn from each other."""
+    """Population-based training."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class PopulationBasedTraining:
         self._allowed = allowed
 
     def choose(self, snapshot: StudySnapshot) -> Action:
-        """A founder, a copy, or the next stretch of a member."""
+        """A new member, a copy, or the next interval of a member."""
         if snapshot.seconds_left is not None and snapshot.seconds_left <= 0:
-            return EndStudy("the time is over")
+            return EndStudy("the time limit is reached")
         founders = [trial for trial in snapshot.trials if trial.copied_from is None]
         if len(founders) < self._size and snapshot.trials_left != 0:
             params = self._sampler.suggest(snapshot)
@@ -82,11 +82,11 @@ class PopulationBasedTraining:
         return self._train_on(members, snapshot.rungs)
 
     def judge(self, number: int, snapshot: StudySnapshot) -> Judgement:
-        """Held at each comparison until the others have come as far."""
+        """Held at each comparison until the others have reached it."""
         trial = find_trial(number, snapshot)
         if trial.rung < trial.until or trial.rung >= snapshot.rungs:
             return Judgement(Verdict.GO_ON, until=trial.until)
-        return Judgement(Verdict.HOLD, reason="compared when the others have come as far")
+        return Judgement(Verdict.HOLD, reason="compared when the others have reached this rung")
 
     def _train_on(self, members: list[Trial], level: int) -> Action:
         held = [t for t in members if t.state is TrialState.HELD and t.rung < level]
@@ -99,7 +99,7 @@ class PopulationBasedTraining:
     def _renew(
         self, members: list[Trial], level: int, snapshot: StudySnapshot
     ) -> tuple[Action | None, list[Trial]]:
-        """The next copy to begin at the level, if any; and who trains on from there."""
+        """The next copy to begin at the level, if any; and who continues from there."""
         ranked = sorted(
             (t for t in members if t.rung >= level and t.state is not TrialState.FAILED),
             key=lambda trial: (value_at(trial, level), trial.number),
@@ -107,7 +107,7 @@ class PopulationBasedTraining:
         count = max(math.floor(self._share * len(ranked)), min(len(ranked) - 1, 1))
         copies = [t for t in snapshot.trials if t.copied_from and t.copied_from[1] == level]
         has_begun = any(trial.rung > level or trial.until > level for trial in ranked)
-        # A model that has trained on may have lost the checkpoint that a copy would begin from.
+        # A parent that has continued may have lost the checkpoint that a copy would begin from.
         if len(copies) < count and not has_begun and snapshot.trials_left != 0:
             model = ranked[len(copies)]
             params = self._vary(model.params, mix_seed(self._seed, len(snapshot.trials)))
@@ -117,7 +117,7 @@ class PopulationBasedTraining:
         return None, [*(t for t in ranked if t.number not in left), *copies]
 
     def _vary(self, params: Params, seed: int) -> Params:
-        """A neighbour of a setting; what the checkpoint was made with stays."""
+        """Perturbed setting; fields that the checkpoint depends on stay."""
         rng = np.random.default_rng(seed)
         for _ in range(100):
             varied = dict(params)

@@ -1,4 +1,4 @@
-"""Which setting next: at random, spread evenly, or by an evolution.
+"""Samplers: random, Sobol and evolution strategies.
 
 Each sampler answers from the snapshot alone, with random numbers that follow from the seed and the
 number of the trial: a killed study continues as it would have.
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from yunlu.tuning.values import Dimension, Params, ParamValue, StudySnapshot, Trial
 
 _BATCHES = (1, 16, 256, 2048, 16_384)
-"""Draws before it counts as impossible to find an allowed setting that is new."""
+"""Draws before the space counts as exhausted."""
 _DOUBT = 0.2
-"""The share of draws that do not heed what the user believes: beliefs can be wrong."""
+"""Share of draws that ignore the user's priors: they can be wrong."""
 _ATTEMPTS = 50
 _MOST_LISTED = 20_000
 _MOST_SPREAD = 1 << 14
-"""Points of the sequence; beyond, settings are drawn."""
+"""Points of the sequence; beyond, settings are drawn at random."""
 
 
 class Sampler(Protocol):
-    """A way of finding settings."""
+    """A sampler of settings."""
 
     def suggest(self, snapshot: StudySnapshot) -> Params | None:
         """The setting of the next trial; None where there is none left."""
@@ -49,7 +49,7 @@ def has_result(trial: Trial) -> bool:
 
 
 def result_of(trial: Trial) -> tuple[float, ...]:
-    """What a trial has reached: its best evaluation, by the first objective."""
+    """Result of a trial: its best evaluation, by the first objective."""
     return min(trial.points, key=_order).values
 
 
@@ -59,7 +59,7 @@ def mix_seed(*parts: int) -> int:
 
 
 class SettingDraws:
-    """Settings at random that are allowed and new."""
+    """Random settings that are allowed and new."""
 
     def __init__(
         self, dimensions: Sequence[Dimension], allowed: Callable[[Params], bool] | None = None
@@ -72,7 +72,7 @@ class SettingDraws:
         self.is_finite = count < float("inf")
         self._is_listable = count <= _MOST_LISTED
         self.enough = min(8 * count + 64, _MOST_SPREAD)
-        """Points of a sequence in which every setting of a small space has surely come."""
+        """Length of a sequence that surely contains every setting of a small space."""
 
     def taken(self, trials: Iterable[Trial]) -> set[Any]:
         """Settings that need not be tried again; of a continuous space, none."""
@@ -88,7 +88,7 @@ class SettingDraws:
         """One at random, with these values in it; None where none is left."""
         rng = np.random.default_rng(seed)
         fixed = fixed or {}
-        # What can be listed is looked through rather than drawn for ever.
+        # A small space is enumerated rather than sampled for ever.
         for size in _BATCHES[:2] if self._is_listable and not fixed else _BATCHES:
             for params in self._sample(rng, size, fixed):
                 if fixed.keys() <= params.keys() and self.accepts(params, taken):
@@ -117,7 +117,7 @@ class SettingDraws:
 
 
 class RandomSampler:
-    """Each setting drawn by itself."""
+    """Independent random settings."""
 
     def __init__(self, draws: SettingDraws, *, seed: int) -> None:
         """With these draws."""
@@ -131,7 +131,7 @@ class RandomSampler:
 
 
 class SobolSampler:
-    """Settings that spread evenly: a scrambled Sobol sequence (Owen 1998)."""
+    """Evenly spread settings: a scrambled Sobol sequence (Owen 1998)."""
 
     def __init__(self, draws: SettingDraws, *, seed: int) -> None:
         """With these draws."""
@@ -143,13 +143,13 @@ class SobolSampler:
         self._passed = 0
 
     def suggest(self, snapshot: StudySnapshot) -> Params | None:
-        """The next of the sequence; what is not allowed is passed over."""
+        """The next allowed one of the sequence."""
         number = len(snapshot.trials)
         while number >= len(self._sequence) and self._passed < self._draws.enough:
             self._extend()
         if number < len(self._sequence):
             return self._sequence[number]
-        # Every setting of a small space has come: those that a first one has displaced are left.
+        # Every setting of a small space has come: only displaced ones are left.
         return self._draws.draw(mix_seed(self._seed, number), self._draws.taken(snapshot.trials))
 
     def _extend(self) -> None:
@@ -205,7 +205,7 @@ class CmaEsSampler:
         return self._draws.draw(seed, taken)
 
     def _evolve(self, trials: list[Trial], seed: int) -> Any:
-        """The evolution after all that is known, in the order of numbers."""
+        """The evolution after all known values, in the order of numbers."""
         rows = self._draws.encoder.locate([trial.params for trial in trials])[:, self._columns]
         values = rank_values([result_of(trial)[0] for trial in trials])
         evolution = self._start(seed)
@@ -240,7 +240,7 @@ class CmaEsSampler:
 
 
 def rank_values(values: Sequence[float]) -> NDArray[np.float64]:
-    """The values, with those that are no numbers at the worst of the others."""
+    """The values, with NaN replaced by the worst of the others."""
     result = np.asarray(values, dtype=np.float64)
     finite = result[np.isfinite(result)]
     worst = float(finite.max()) if finite.size else 0.0

@@ -89,7 +89,7 @@ class NoStopping:
         return Judgement(Verdict.GO_ON, until=snapshot.rungs)
 
     def promote(self, snapshot: StudySnapshot) -> Continue | None:
-        """What was held by somebody else."""
+        """A trial held by an earlier rule."""
         held = next((t for t in snapshot.trials if t.state is TrialState.HELD), None)
         return None if held is None else Continue(held.number, snapshot.rungs)
 
@@ -105,12 +105,12 @@ class MedianStopping(NoStopping):
     """
 
     def __init__(self, *, first: int = 1, trials: int = 5) -> None:
-        """Nobody is judged before rung ``first``, nor before ``trials`` others have come as far."""
+        """No trial is judged before rung ``first``, nor before ``trials`` others have reached its rung."""
         self._first = first
         self._trials = trials
 
     def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
-        """Compared with all that have come as far."""
+        """Compared with all trials that have reached its rung."""
         if trial.rung < self._first:
             return super().judge(trial, snapshot)
         means = sorted(
@@ -136,7 +136,7 @@ class PatienceStopping(NoStopping):
         self._min_delta = min_delta
 
     def judge(self, trial: Trial, snapshot: StudySnapshot) -> Judgement:
-        """By its own course."""
+        """By its own curve."""
         best, waited = math.inf, 0
         for point in trial.points:
             if as_value(point.value) < best - self._min_delta:

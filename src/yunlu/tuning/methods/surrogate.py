@@ -45,7 +45,7 @@ _LENGTH_SPREAD = 0.7
 
 @dataclass(frozen=True, slots=True)
 class CurveObservations:
-    """What was seen (or is asked): rows of settings, how far trained, which trial."""
+    """Observations (or queries): settings, how far trained, which trial."""
 
     features: Array
     times: Array
@@ -53,7 +53,7 @@ class CurveObservations:
     trials: Indices
     values: Array
     noise: Array
-    """Variance of each on top of what the model holds for noise: less trusted ones have some."""
+    """Extra noise variance of each: larger for less trusted ones."""
 
     def join(self, other: CurveObservations) -> CurveObservations:
         """These and others."""
@@ -78,7 +78,7 @@ class CurveObservations:
 
 @dataclass(frozen=True, slots=True)
 class KernelParams:
-    """What the model holds for typical; the logarithms are what is fitted."""
+    """Kernel parameters; their logarithms are fitted."""
 
     vector: Array
     """Lengths of the dimensions, then as in the priors above."""
@@ -97,7 +97,7 @@ class KernelParams:
 
 
 def default_kernel(owners: Indices) -> KernelParams:
-    """The traits before anything was seen."""
+    """Parameters before any observation."""
     dimensions = int(owners.max()) + 1 if len(owners) else 0
     return KernelParams(np.concatenate([_usual_lengths(dimensions), _PRIORS[:, 0]]), owners)
 
@@ -110,7 +110,7 @@ def _usual_lengths(dimensions: int) -> Array:
 
 
 def fit_kernel(seen: CurveObservations, owners: Indices, *, steps: int = 20) -> KernelParams:
-    """The most probable traits (maximum a posteriori)."""
+    """The most probable parameters (maximum a posteriori)."""
     start = default_kernel(owners).vector
     dimensions = len(start) - len(_PRIORS)
     spread = np.concatenate([np.full(dimensions, _LENGTH_SPREAD), _PRIORS[:, 1]])
@@ -133,10 +133,10 @@ def fit_kernel(seen: CurveObservations, owners: Indices, *, steps: int = 20) -> 
 
 
 class LikelihoodGradient:
-    """Minus the logarithm of the likelihood, and how it changes with the traits."""
+    """Negative log likelihood and its gradient."""
 
     def __init__(self, seen: CurveObservations, owners: Indices, dimensions: int) -> None:
-        """Of what was seen."""
+        """Of these observations."""
         self._seen = seen
         self._n = len(seen.values)
         self._apart = np.zeros((dimensions, self._n, self._n))
@@ -147,7 +147,7 @@ class LikelihoodGradient:
         self._between = np.abs(seen.times[:, None] - seen.times[None, :])
 
     def at(self, vector: Array) -> tuple[float, Array]:
-        """For the logarithms of traits."""
+        """For the logarithms of the parameters."""
         lengths, scales = np.exp(vector[: -len(_PRIORS)]), np.exp(vector[-len(_PRIORS) :])
         level, change, own_level, own_change, noise, span = scales
         root = ROOT5 * np.sqrt(np.tensordot(lengths**-2.0, self._apart, axes=1))
@@ -184,10 +184,10 @@ class LikelihoodGradient:
 
 
 class Posterior:
-    """What the curves are after the observations."""
+    """Posterior of the curves given the observations."""
 
     def __init__(self, seen: CurveObservations, kernel: KernelParams) -> None:
-        """Of these traits, given what was seen."""
+        """Of these parameters and observations."""
         self._seen, self._kernel = seen, kernel
         covariance = _covary(seen, seen, kernel)
         covariance.flat[:: len(seen.values) + 1] += kernel.scales[_NOISE] + seen.noise + JITTER

@@ -29,17 +29,17 @@ MANY = 1 << 20
 USUAL_POWER = 0.95
 """Speed on k devices is k to this power, before anything was measured: 90 % of ideal on eight."""
 _LEAST_POWER = 0.3
-"""What was slow on more devices once may be so for reasons that pass: nobody would ever find out."""
+"""Lower bound: a slow measurement on more devices may be temporary, and would never be tried again."""
 _PRIOR_PAIRS = 2.0
-"""How many measurements the usual power weighs as much as."""
+"""Weight of the default power, in measurements."""
 _INERTIA = 1.25
-"""How much more a resize must gain than it costs: the times it is weighed by are estimates."""
+"""Factor by which a resize must gain more than it costs: times are estimates."""
 _WORTH_WAITING = 0.02
 """Devices stay as they are for a moment only where the rung ends sooner by this share of what is left,
 and by more than the moment: when it ends is an estimate."""
 
 _WORTH_SHRINKING = 0.15
-"""Of what is left: a trial shrinks for the growth of others only where so much is gained."""
+"""Share of the remaining time that must be gained before a trial shrinks for another."""
 _LEAST_PROMISE = 1e-3
 
 Aim = Literal["rung", "best"]
@@ -51,13 +51,13 @@ class DeviceClaim:
 
     number: int
     work_s: float
-    """Seconds that one device would need up to the rung it may run to."""
+    """Device-seconds up to the rung it may run to."""
     held: int = 0
     """Devices it holds; 0 while it waits."""
     beyond_s: float = 0.0
-    """Seconds of one device from that rung to the whole training's end, times the chance of it."""
+    """Device-seconds from that rung to the end of the training, times its probability."""
     promise: float = 0.5
-    """The chance that it is among the best, 0 to 1."""
+    """Probability that it is among the best."""
     least: int = 1
     most: int = MANY
     multiple: int = 1
@@ -69,14 +69,14 @@ class DeviceClaim:
     start_s: float = 0.0
     """Start-up time."""
     is_pinned: bool = False
-    """Just starting, changing or leaving: keeps exactly what it holds."""
+    """Starting, resizing or leaving: keeps exactly what it holds."""
 
     def speed(self, devices: int) -> float:
         """As a multiple of one device's."""
         return float(devices**self.power) if devices else 0.0
 
     def span_s(self, devices: int, *, aim: Aim = "rung", inertia: float = _INERTIA) -> float:
-        """Until it has arrived, with so many devices from now on."""
+        """Time until it reaches its rung, with so many devices from now on."""
         if devices < 1:
             return inf
         work_s = self.work_s + (self.beyond_s if aim == "best" else 0.0)
@@ -127,7 +127,7 @@ def share_devices(
 
 
 def find_promises(trials: Sequence[Trial]) -> dict[int, float]:
-    """Of each trial: the share of all that reached its rung which it beats there; 0.5 before one."""
+    """For each trial: the share of trials at its rung that it beats; 0.5 before one."""
     by_rung: dict[int, list[float]] = {}
     for trial in trials:
         for point in trial.points:
@@ -145,7 +145,7 @@ def find_promises(trials: Sequence[Trial]) -> dict[int, float]:
 
 
 def fit_power(pairs: Iterable[tuple[int, float, int, float]]) -> float:
-    """How speed follows devices, from runs seen at two sizes: devices and seconds of a step at each."""
+    """Exponent of speed over devices, fitted to runs measured at two sizes."""
     top, bottom = USUAL_POWER * _PRIOR_PAIRS * log(2) ** 2, _PRIOR_PAIRS * log(2) ** 2
     for few, few_s, many, many_s in pairs:
         if few == many or min(few_s, many_s) <= 0:
@@ -201,7 +201,7 @@ def _solve(free: int, claims: Sequence[DeviceClaim], aim: Aim) -> dict[int, int]
     solve = _favour if aim == "best" else _level
     result = solve(free, claims)
     shrinks = any(result[claim.number] < claim.held for claim in claims)
-    if not shrinks or not all(claim.held for claim in claims):  # who begins must find room
+    if not shrinks or not all(claim.held for claim in claims):  # a starting trial must find room
         return result
     retained = solve(free, [replace(c, least=max(c.least, min(c.held, c.most))) for c in claims])
     worth = (1.0 - _WORTH_SHRINKING) * _cost(claims, retained, aim)
@@ -216,7 +216,7 @@ def _cost(claims: Sequence[DeviceClaim], shares: Mapping[int, int], aim: Aim) ->
 
 
 def _level(free: int, claims: Sequence[DeviceClaim]) -> dict[int, int]:
-    """Sizes that minimize the latest arrival; exact, pauses included."""
+    """Sizes that minimize the latest arrival; exact, including pauses."""
     if not claims:
         return {}
     spans = {c.number: {k: c.span_s(k) for k in c.sizes(free)} for c in claims}
@@ -259,17 +259,17 @@ def _use_rest(
 
 def _next_size(claim: DeviceClaim, size: int, left: int, spans: Mapping[int, float]) -> int:
     """The next larger size that pays; 0 where none does."""
-    if size != claim.held:  # begins, or is resized anyhow: each device more is free of charge
+    if size != claim.held:  # starts, or is resized anyway: more devices cost nothing
         more = size + claim.multiple
         return more if more <= size + left and spans.get(more, inf) < spans[size] else 0
     best = min((k for k in spans if size < k <= size + left), key=lambda k: spans[k], default=size)
     return best if spans[size] - spans[best] > claim.resize_s else 0
 
 
-def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[int, int]) -> bool:
+def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], shares: Mapping[int, int]) -> bool:
     """Whether waiting for the next arrival, and sharing again then, is faster."""
     running = [claim for claim in claims if claim.held]
-    if not running or all(found.get(c.number, c.held) == c.held for c in claims):
+    if not running or all(shares.get(c.number, c.held) == c.held for c in claims):
         return False
     wait_s = min(claim.span_s(claim.held) for claim in running)
     left: list[DeviceClaim] = []
@@ -277,7 +277,7 @@ def _pays_to_wait(devices: int, claims: Sequence[DeviceClaim], found: Mapping[in
         work_s = claim.work_s - wait_s * claim.speed(claim.held)
         if not claim.held or claim.span_s(claim.held) > wait_s:
             left.append(replace(claim, work_s=max(work_s, 0.0)))
-    now_s = max(c.span_s(found.get(c.number, c.held)) for c in claims)
+    now_s = max(c.span_s(shares.get(c.number, c.held)) for c in claims)
     if not left:
         return False
     then = _level(devices - sum(c.held for c in left if c.is_pinned),

@@ -1,4 +1,4 @@
-"""What a study seeks, found in what its trials report; and when to say that it cannot be found."""
+"""Objectives of a study in the evaluations of its trials, and errors when they are missing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
 
 ALIKE = 3
-"""Failures alike, before anything succeeded, that end a study."""
+"""Equal failures without a success that end a study."""
 
 
 def find_values(
-    request: StudyRequest, events: TrialEvents, found: RungScore, *, dollars: float | None
+    request: StudyRequest, events: TrialEvents, score: RungScore, *, dollars: float | None
 ) -> tuple[float, ...]:
-    """The objectives of one evaluation, smaller is better; refuses where one is not reported."""
-    figures = found.metrics | {
-        "seconds": found.device_seconds,
+    """Objectives of one evaluation, smaller is better; an error where one is not reported."""
+    figures = score.metrics | {
+        "seconds": score.device_seconds,
         "parameters": float(events.parameters),
     }
     figures |= {} if dollars is None else {"cost": dollars}
@@ -43,7 +43,7 @@ def find_values(
 
 
 def check_metrics_reported(request: StudyRequest, events: TrialEvents) -> None:
-    """A run whose plan has no evaluations will never report anything."""
+    """Error for a run whose plan has no evaluations."""
     if events.plan and not events.plan.evaluate_every:
         raise StudyError(
             f"{request.metrics[0]} is never reported: the job has no evaluations on validation data",
@@ -53,7 +53,7 @@ def check_metrics_reported(request: StudyRequest, events: TrialEvents) -> None:
 
 
 def check_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
-    """End the study where a trial that just failed shows that none will succeed."""
+    """End the study if a failed trial shows that none will succeed."""
     if any(best_point(fact.trial) or fact.state is TrialState.DONE for fact in facts):
         return
     if "asks for the metric" in message:  # the same for every setting
@@ -69,5 +69,5 @@ def check_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | Non
 
 
 def _bare(message: str) -> str:
-    """Without what differs from trial to trial: numbers."""
+    """Without numbers, which differ from trial to trial."""
     return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)

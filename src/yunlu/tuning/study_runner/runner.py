@@ -263,23 +263,23 @@ class StudyRunner:
     def _total(self, watched: WatchedTrial) -> int:
         return watched.events.rungs or self._records.request.rungs
 
-    def _take_evaluation(self, watched: WatchedTrial, found: RungScore) -> None:
+    def _take_evaluation(self, watched: WatchedTrial, score: RungScore) -> None:
         trial = self._records.trial(watched.number)
-        if found.rung <= trial.rung or trial.state.is_over:
+        if score.rung <= trial.rung or trial.state.is_over:
             return  # repeated after a crash: the same value
-        spent_s = found.device_seconds
+        spent_s = score.device_seconds
         dollars = self._allocation.dollars(spent_s)
-        values = find_values(self._records.request, watched.events, found, dollars=dollars)
+        values = find_values(self._records.request, watched.events, score, dollars=dollars)
         self._records.add_point(
             watched.number,
-            Point(found.rung, values, spent_s),
-            at=found.at,
+            Point(score.rung, values, spent_s),
+            at=score.at,
             device_seconds=spent_s,
             dollars=dollars,
             devices=watched.events.devices,
         )
         self._has_news, watched.lost = True, 0
-        if found.rung < self._total(watched) and not watched.verdict_sent and self._end is None:
+        if score.rung < self._total(watched) and not watched.verdict_sent and self._end is None:
             self._judge(watched)
 
     # Decide.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
 
 PROMISING = 0.5
-"""A trial that is better than half of those at its rung keeps the study's priority in the pool."""
+"""A trial better than half of those at its rung keeps the study's priority in the pool."""
 
 _SHARES_PER_CORE = 4
 _AGAIN_S = 60.0
@@ -51,11 +51,11 @@ class Slots(Protocol):
 
     @property
     def devices(self) -> int:
-        """How many in all."""
+        """Number of devices."""
         ...
 
     def submit(self, job: Job, *, source: Path | None = None) -> RunStore:
-        """Make the run of a trial, which waits until it is started."""
+        """Create the run of a trial; it waits until it is started."""
         ...
 
     def start(
@@ -72,23 +72,23 @@ class Slots(Protocol):
         ...
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
-        """Other devices for a trial that trains; False where that cannot be just now."""
+        """Resize a running trial; False where that is not possible now."""
         ...
 
     def held(self, run: RunStore) -> int:
-        """Devices that it takes now; 0 where nobody works on it, or not yet."""
+        """Devices it holds now; 0 where no process works on it."""
         ...
 
     def usable(self, run: RunStore) -> int | None:
-        """The most that its model and batch can be split over; None until that is known."""
+        """Most devices its model and batch can be split over; None until known."""
         ...
 
     def release(self, run: RunStore, *, for_good: bool) -> None:
-        """It will end by itself, at a rung: nobody is to start it again before we do."""
+        """It will end by itself at a rung: no other process may start it again."""
         ...
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
-        """Ask it to save and stop, or end it at once; does not wait."""
+        """Ask it to save and stop, or kill it at once; does not wait."""
         ...
 
 
@@ -129,7 +129,7 @@ class LocalSlots:
         self._most: dict[str, int] = {}
         self._stopped_at: dict[str, float] = {}
         self._growth_wish: dict[str, tuple[float, float]] = {}
-        """Since when, and until when, a trial is meant to grow."""
+        """Since when, and until when, a trial should grow."""
 
     @property
     def devices(self) -> int:
@@ -143,7 +143,7 @@ class LocalSlots:
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
-        """As ``Slots.start``; where all run here at once, promise decides nothing."""
+        """As ``Slots.start``; all trials run at once, so that promise does not matter."""
         del promise
         most = self.devices if most is None else most
         if devices == most == 1 and not count_gpus():
@@ -154,7 +154,7 @@ class LocalSlots:
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
         """As ``Slots.resize``: live, or by a stop from which it is to be started again."""
         del promise
-        observation, worker_group = self._adapter.look(run), read_worker_group(run)
+        observation, worker_group = self._adapter.observe(run), read_worker_group(run)
         must_restart = restarts_on_resize(run)
         if observation.state is not RunState.RUNNING or not (
             must_restart or observation.is_resizable
@@ -166,7 +166,7 @@ class LocalSlots:
             else worker_group.target
         )
         if held == devices:
-            return True  # asked before, and about to happen
+            return True  # requested before, and about to happen
         if devices > held and not self._is_growth_stable(run):
             return False
         if must_restart:
@@ -178,7 +178,7 @@ class LocalSlots:
 
     def held(self, run: RunStore) -> int:
         """As ``Slots.held``."""
-        observation = self._adapter.look(run)
+        observation = self._adapter.observe(run)
         if observation.is_alive:
             return max(observation.devices, 1)
         cpu_limits.forget(run.id)
@@ -187,14 +187,14 @@ class LocalSlots:
     def usable(self, run: RunStore) -> int | None:
         """As ``Slots.usable``."""
         if read_leases(run) is not None:
-            return self._adapter.look(run).usable
+            return self._adapter.observe(run).usable
         if run.id not in self._most:
             job = read_job(run)
             self._most[run.id] = min(make_request(job).most, self.devices)
         return self._most[run.id]
 
     def release(self, run: RunStore, *, for_good: bool) -> None:
-        """As ``Slots.release``: nobody else starts anything here."""
+        """As ``Slots.release``: no other process starts trials here."""
 
     def stop(self, run: RunStore, *, now: bool = False) -> None:
         """As ``Slots.stop``."""
@@ -212,7 +212,7 @@ class LocalSlots:
             cpu_limits.limit(run.id, worker.pid, cpus=cores / self.devices)
 
     def _is_growth_stable(self, run: RunStore) -> bool:
-        """Whether the trial has been meant to grow for a while.
+        """Whether the trial should have grown for a while already.
 
         Between the end of one trial and the start of the next, devices only seem free.
         """
@@ -243,7 +243,7 @@ class PoolSlots:
     """
 
     def __init__(self, *, devices: int | None = None, priority: int = 0, team: str = "") -> None:
-        """Takes the study's priority and team, and how many devices it may have at once."""
+        """Takes the study's priority and team, and its most devices."""
         self._home = lifecycle.home()
         self._most = devices
         self._priority = priority
@@ -263,7 +263,7 @@ class PoolSlots:
     def start(
         self, run: RunStore, devices: int, *, most: int | None = None, promise: float = 0.0
     ) -> None:
-        """As ``Slots.start``: put into the queue, with all that waits there."""
+        """As ``Slots.start``: put into the queue of the pool."""
         del most  # a bound in the queue can be raised at any time
         job = read_job(run)
         request = make_request(job, most=devices)
@@ -285,30 +285,30 @@ class PoolSlots:
         requeue(run)
 
     def resize(self, run: RunStore, devices: int, *, promise: float = 0.0) -> bool:
-        """As ``Slots.resize``: another bound; the pool sees to it at its next decision."""
+        """As ``Slots.resize``: changes the bound; the pool applies it at its next decision."""
         entry = read_entry(run)
         if entry is None or entry.wish != "run":
             return False
         most = max(devices // entry.request.multiple * entry.request.multiple, entry.request.least)
-        request = entry.request.model_copy(update={"most": most, "asked": most})
+        request = entry.request.model_copy(update={"most": most, "requested": most})
         priority = self._priority_of(promise)
         if (request, priority) != (entry.request, entry.priority):
             change_entry(run, request=request, priority=priority)
         return True
 
     def held(self, run: RunStore) -> int:
-        """As ``Slots.held``: what the pool has given it, and nobody else may have."""
+        """As ``Slots.held``: devices that the pool has assigned to it."""
         return sum(read_allocation(run).claims.values())
 
     def usable(self, run: RunStore) -> int | None:
-        """As ``Slots.usable``: the pool finds out, too, and gives no more."""
+        """As ``Slots.usable``: the pool observes it too, and gives no more."""
         worker_group = read_worker_group(run)
         return (
             max(worker_group.layouts) if worker_group is not None and worker_group.layouts else None
         )
 
     def release(self, run: RunStore, *, for_good: bool) -> None:
-        """As ``Slots.release``: it leaves the queue, and its devices are the pool's."""
+        """As ``Slots.release``: leaves the queue, and its devices return to the pool."""
         with suppress(StoreError):  # never queued
             change_entry(run, wish="stop" if for_good else "pause")
 

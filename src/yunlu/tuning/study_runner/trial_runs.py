@@ -1,4 +1,4 @@
-"""The runs of trials: made once whatever happens, told how far to go, tidied when they are over."""
+"""Runs of trials: created once, given verdicts, cleaned up at their end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_job(request: StudyRequest, number: int, params: Params, *, keep: int = 
     checkpoint = job.train.checkpoint.model_copy(update={"keep_last": keep})
     metric = request.metrics[0]
     if checkpoint.metric == "auto" and metric not in {"cost", "seconds"}:
-        # What is exported is then the best by what the study seeks; an unknown one is refused.
+        # The best by the study's objective is exported; an unknown metric is refused.
         checkpoint = checkpoint.model_copy(update={"metric": metric})
     train = job.train.model_copy(update={"checkpoint": checkpoint})
     return job.model_copy(update={"train": train, "name": trial_name(request.name, number)})
@@ -71,7 +71,7 @@ def make_run(
 
 
 def find_run(run_id: str) -> RunStore | None:
-    """The directory of a trial's run; None where somebody has removed it."""
+    """Directory of a trial's run; None if it was deleted."""
     return open_if_run(read_settings().home / run_id)
 
 

@@ -69,7 +69,7 @@ def test_pass_of_a_pipeline_takes_its_micro_batches_and_its_filling(
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ("stages: {fast: 2}", "of how many stages on slow"),
+        ("stages: {fast: 2}", "number of stages is missing on slow"),
         ("stages: {fast: 2, slow: 3}", "are no multiple of 3 stages"),
         ("stages: {fast: 2, slow: 4}\nmicro_batches: 6", "cannot be shared by 4 stages"),
     ],

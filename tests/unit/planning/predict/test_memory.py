@@ -13,7 +13,6 @@ from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.memory import (
     StateBytes,
     cannot_run,
-    chance_to_fit,
     fits,
     peak_memory,
     reported_memory,
@@ -163,14 +162,6 @@ def test_measured_peaks_of_the_sweep_are_met() -> None:
     for zero, measured in ((0, 36.7), (1, 24.2)):
         told = reported_memory(point(**one, zero=zero)).total[0] / 2**30
         assert told == pytest.approx(measured, rel=0.12)
-
-
-def test_chance_to_fit_falls_with_the_peak() -> None:
-    points = make_queries(3, **{**EIGHT_B, "zero": 3, "micro_batch": [1, 4, 64]})
-    chance = chance_to_fit(points, peak_memory(points))
-    assert chance[0] > 0.9
-    assert chance[2] < 0.01
-    assert np.all(np.diff(chance) <= 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -218,7 +218,7 @@ def test_measured_pace_comes_from_the_step_where_it_is_not_told() -> None:
     assert pace == 512 * 2048 / 4 / 64
 
 
-def test_foretold_rows_keep_their_order_and_their_reasons() -> None:
+def test_predicted_rows_keep_their_order_and_their_reasons() -> None:
     bad = {**ROW, "gpu_type": "Abacus"}
     first, second, third = predict_rows([ROW, bad, {**ROW, "seq_len": ""}], CATALOG)
     assert first["reason"] is None
@@ -234,7 +234,7 @@ def test_foretold_rows_keep_their_order_and_their_reasons() -> None:
     assert third["assumed"] == "seq_len 4096"
 
 
-def test_a_published_row_is_foretold_within_its_interval() -> None:
+def test_a_published_row_is_predicted_within_its_interval() -> None:
     (told,) = predict_rows([ROW], CATALOG)
     assert told["tokens_per_s_per_device_p10"] * 0.9 < 4593.86
     assert told["tokens_per_s_per_device_p90"] * 1.1 > 4593.86

@@ -12,7 +12,6 @@ from yunlu.planning.predict.constants import (
     OF_EXPERTS,
     PRIORS,
     STACKS,
-    default_constants,
     make_constants,
     shipped_constants,
 )
@@ -94,7 +93,7 @@ def test_one_device_sends_nothing_and_waits_for_nobody() -> None:
 
 def seconds(stack: str, **columns: object) -> float:
     asked = points(stack=STACKS.index(stack), **columns)
-    return float(step_time(asked, default_constants()).total_s[0])
+    return float(step_time(asked, make_constants({}, {})).total_s[0])
 
 
 def test_traits_tell_stacks_apart_before_any_measurement() -> None:
@@ -139,9 +138,10 @@ def routed(**columns: float) -> QueryBatch:
 
 
 def test_experts_cost_more_than_their_flops_and_most_across_nodes() -> None:
-    dense = step_time(points(dp=16.0), default_constants()).total_s[0]
+    dense = step_time(points(dp=16.0), make_constants({}, {})).total_s[0]
     alone, near, far = (
-        step_time(routed(dp=16.0, ep=ep), default_constants()).total_s[0] for ep in (1.0, 8.0, 16.0)
+        step_time(routed(dp=16.0, ep=ep), make_constants({}, {})).total_s[0]
+        for ep in (1.0, 8.0, 16.0)
     )
     assert dense < alone < near < far
 
@@ -149,7 +149,7 @@ def test_experts_cost_more_than_their_flops_and_most_across_nodes() -> None:
 def test_constants_of_experts_leave_dense_models_alone() -> None:
     other = make_constants({name: 2 * PRIORS[name].value for name in OF_EXPERTS}, {})
     for asked, changes in ((points(), False), (routed(ep=1.0), True)):
-        usual, changed = (step_time(asked, c).total_s[0] for c in (default_constants(), other))
+        usual, changed = (step_time(asked, c).total_s[0] for c in (make_constants({}, {}), other))
         assert (usual != changed) == changes
 
 
@@ -251,7 +251,7 @@ def test_departures_of_a_stack_touch_no_other() -> None:
 
 def test_shipped_constants_are_near_what_physics_says() -> None:
     shared = shipped_constants().values[STACKS.index("unknown")]
-    before = default_constants().values[STACKS.index("unknown")]
+    before = make_constants({}, {}).values[STACKS.index("unknown")]
     for name, value, prior in zip(NAMES, shared, before, strict=True):
         if prior > 0:
             assert abs(np.log(value / prior)) < 4 * PRIORS[name].spread, name

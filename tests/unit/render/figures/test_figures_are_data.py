@@ -32,7 +32,7 @@ RUNS = {
     "write_regression": "test_report_builder.py",
     "write_tuned": "test_report_builder.py",
     "write_failed": "test_report_builder.py",
-    "write_crew": "test_worker_groups.py",
+    "write_group_run": "test_worker_groups.py",
     "write_staged": "test_worker_groups.py",
     "write_talk": "test_communication.py",
 }

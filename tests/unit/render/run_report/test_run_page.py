@@ -38,7 +38,7 @@ def finished(tmp_path: Path) -> RunStore:
     return RUNS["write_classification"](tmp_path / "digits-1")
 
 
-def told(report: Report, *, width: int = 100) -> str:
+def summary_text(report: Report, *, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     print_summary(report, console)
     assert isinstance(console.file, io.StringIO)
@@ -124,7 +124,7 @@ def test_overflows_are_a_sentence_and_not_a_row_each(tmp_path: Path) -> None:
 def test_the_terminal_tells_findings_and_where_traced_steps_spent_their_time(
     tmp_path: Path,
 ) -> None:
-    text = told(build_report(RUNS["write_tuned"](tmp_path / "t")), width=140)
+    text = summary_text(build_report(RUNS["write_tuned"](tmp_path / "t")), width=140)
 
     for words in ("· Rolled back 1 ×", "aten::mm", "23.5%", "backward 54%", "trace.json.gz"):
         assert words in text
@@ -144,7 +144,7 @@ def test_very_many_labels_and_evaluations_are_cut_to_what_can_be_read(tmp_path: 
 
 
 def test_the_terminal_tells_the_essentials(finished: RunStore) -> None:
-    text = told(build_report(finished))
+    text = summary_text(build_report(finished))
 
     for words in ("finished", "97.22 %", "validation ★", "× 1.09", "compute", "report.html", "18"):
         assert words in text
@@ -154,14 +154,14 @@ def test_the_terminal_survives_labels_that_would_steer_it(tmp_path: Path) -> Non
     writer = RUNS["Writer"](tmp_path / "r", None)
     confusion = {"labels": ["[red]a[/nope]", "\x1b]0;title\x07"], "counts": [[1, 0], [0, 1]]}
     writer.evaluate("test", 1, 0.5, metrics={"accuracy": 1.0}, confusion=confusion)
-    text = told(build_report(writer.run))
+    text = summary_text(build_report(writer.run))
 
     assert "[red]a[/…" in text or "[red]a[/nope]" in text
     assert "\x1b" not in text
 
 
 def test_a_failed_run_says_why_on_the_terminal(tmp_path: Path) -> None:
-    text = told(build_report(RUNS["write_failed"](tmp_path / "f")))
+    text = summary_text(build_report(RUNS["write_failed"](tmp_path / "f")))
 
     assert "The loss is not finite at step 31." in text
     assert "→ Lower train.optimizer.lr." in text
@@ -169,7 +169,7 @@ def test_a_failed_run_says_why_on_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_run_without_anything_is_told_too(tmp_path: Path) -> None:
-    assert "pending" in told(build_report(open_run(tmp_path / "nothing")))
+    assert "pending" in summary_text(build_report(open_run(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
     )
     every = [make_parts(task, job) for task in (Sentences(), Short())]
     with served(run, rules, every[0].model):
-        crew = [
+        group = [
             threading.Thread(
                 target=train_worker,
                 args=(run, job, plan, parts),
@@ -168,9 +168,9 @@ def test_workers_that_wait_for_each_other_train_as_one_alone_though_memory_runs_
             )
             for number, parts in enumerate(every)
         ]
-        for worker in crew:
+        for worker in group:
             worker.start()
-        for worker in crew:
+        for worker in group:
             worker.join(LIMIT_S)
     steps = dict(ServerProgress(run.path / Area.SERVERS, rules).read())
     found = [
@@ -214,19 +214,19 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
     plan = make_plan(Layout(dp=2), job, micro_batch=16, kernel="fused")
     rules = build_server_rules(job, plan, first_step=0)
     kept: list[int] = []
-    for life, tickets_before_the_coordinator, contextual in ((1, 3, served), (2, 1, serving)):
+    for attempt, tickets_before_the_coordinator, contextual in ((1, 3, served), (2, 1, serving)):
         begin_attempt(run)
         stop = StopRequest()
         stop.set()
         given = (make_parts(Sentences(), job).model,) if contextual is served else ()
         with contextual(run, rules, *given):
             hand = Hand(run, job, plan)
-            # The second of two shares of the second step is done in the second life, by a worker
+            # The second of two shares of the second step is done in the second attempt, by a worker
             # that is there before the coordinator is.
             hand.work(tickets_before_the_coordinator)
             parts = make_parts(Sentences(), job)
             assert (
-                AsyncCoordinator(run, job, plan, parts, stop=stop, attempt=life).run()
+                AsyncCoordinator(run, job, plan, parts, stop=stop, attempt=attempt).run()
                 is RunState.STOPPED
             )
             hand.close()

@@ -46,11 +46,11 @@ class Machine:
     """One that lends workers, as far as the door can tell."""
 
     def __init__(
-        self, server: JoinServer, crew: WorkerGroup, name: str = "far", *, pid: int = 1
+        self, server: JoinServer, group: WorkerGroup, name: str = "far", *, pid: int = 1
     ) -> None:
         self._door = server
-        sock = socket.create_connection((crew.host, crew.port), timeout=WAIT_S)
-        self._link = SecureLink(sock, control_secret(crew.token), is_server=False)
+        sock = socket.create_connection((group.host, group.port), timeout=WAIT_S)
+        self._link = SecureLink(sock, control_secret(group.token), is_server=False)
         with ThreadPoolExecutor() as threads:
             proving = threads.submit(self._link.handshake)
             while not proving.done():
@@ -72,7 +72,7 @@ class Machine:
         self._door.poll(WAIT_S)
         self._door.poll(0.01)
 
-    def hear(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, Any]]:
         return [*self._unpacker.feed(self._link.recv(1 << 16))]
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def server(tmp_path: Path) -> Iterator[JoinServer]:
 
 
 @pytest.fixture
-def crew(server: JoinServer, tmp_path: Path) -> WorkerGroup:
+def group(server: JoinServer, tmp_path: Path) -> WorkerGroup:
     found = read_worker_group(open_run(tmp_path))
     assert found is not None
     return found
@@ -108,10 +108,10 @@ def _faults(path: Path) -> list[tuple[str, str, str]]:
 
 
 def test_a_machine_and_its_workers_are_known_until_it_goes(
-    server: JoinServer, crew: WorkerGroup, tmp_path: Path
+    server: JoinServer, group: WorkerGroup, tmp_path: Path
 ):
-    assert (crew.node_module, crew.target, crew.wanted) == (ASYNC_NODE, 3, {LOCAL: 3})
-    machine = Machine(server, crew)
+    assert (group.node_module, group.target, group.wanted) == (ASYNC_NODE, 3, {LOCAL: 3})
+    machine = Machine(server, group)
     machine.say(Forked(worker=0, pid=77, process_started_at=0))
     machine.say(Forked(worker=1, pid=78, process_started_at=0))
     server.publish(workers=3, is_open=True)
@@ -131,30 +131,30 @@ def test_a_machine_and_its_workers_are_known_until_it_goes(
     assert (node, whole) == ("far", "lost")
 
 
-def test_who_takes_leave_is_not_missed(server: JoinServer, crew: WorkerGroup, tmp_path: Path):
-    machine = Machine(server, crew)
+def test_who_takes_leave_is_not_missed(server: JoinServer, group: WorkerGroup, tmp_path: Path):
+    machine = Machine(server, group)
     machine.say(LeaveNotice())
     machine.go()
     assert server.list_workers() == _faults(tmp_path) == []
 
 
-def test_a_machine_that_fails_says_why_once(server: JoinServer, crew: WorkerGroup, tmp_path: Path):
-    machine = Machine(server, crew)
+def test_a_machine_that_fails_says_why_once(server: JoinServer, group: WorkerGroup, tmp_path: Path):
+    machine = Machine(server, group)
     machine.say(Failed(code="data", message="text.txt is not there", traceback=""))
     machine.go()
     assert _faults(tmp_path) == [("far", "failed", "text.txt is not there")]
 
 
 def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
-    server: JoinServer, crew: WorkerGroup, tmp_path: Path
+    server: JoinServer, group: WorkerGroup, tmp_path: Path
 ):
-    first = Machine(server, crew)
+    first = Machine(server, group)
     first.say(Forked(worker=0, pid=77, process_started_at=0))
-    other = Machine(server, crew, pid=2)
-    (answer,) = [each for each in other.hear() if each["kind"] == "reply"]
+    other = Machine(server, group, pid=2)
+    (answer,) = [each for each in other.receive() if each["kind"] == "reply"]
     assert not answer["is_accepted"]
     assert "already" in answer["text"]
-    again = Machine(server, crew)  # before its first connection was seen to end
+    again = Machine(server, group)  # before its first connection was seen to end
     again.say(Forked(worker=0, pid=79, process_started_at=0))
     assert [each["pid"] for each in server.list_workers()] == [79]
     assert _faults(tmp_path) == []
@@ -163,9 +163,9 @@ def test_two_machines_of_one_name_are_refused_and_one_that_comes_back_is_not(
 
 
 def test_a_machine_that_falls_silent_is_given_up(
-    server: JoinServer, crew: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer, group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    machine = Machine(server, crew)
+    machine = Machine(server, group)
     monkeypatch.setattr(join_server_module, "_SILENCE_S", -1.0)
     server.poll(0)
     server.poll(0)
@@ -176,14 +176,14 @@ def test_a_machine_that_falls_silent_is_given_up(
 
 
 def test_requests_are_answered_to_those_who_know_the_token(
-    server: JoinServer, crew: WorkerGroup, tmp_path: Path
+    server: JoinServer, group: WorkerGroup, tmp_path: Path
 ):
-    def answer(crew: WorkerGroup, request: dict[str, Any]) -> Any:
+    def answer(group: WorkerGroup, request: dict[str, Any]) -> Any:
         found: list[Any] = []
 
         def put() -> None:
             try:
-                found.append(send_request(crew, request, timeout_s=WAIT_S))
+                found.append(send_request(group, request, timeout_s=WAIT_S))
             except StoreError as error:
                 found.append(error)
 
@@ -193,10 +193,10 @@ def test_requests_are_answered_to_those_who_know_the_token(
             server.poll(0.01)
         return found[0]
 
-    assert answer(crew, {"kind": "locate_run"})["text"] == str(tmp_path)
-    assert not answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]  # nothing to work for
+    assert answer(group, {"kind": "locate_run"})["text"] == str(tmp_path)
+    assert not answer(group, {"kind": "resize", "devices": 4})["is_accepted"]  # nothing to work for
     (tmp_path / "servers").mkdir()
-    assert answer(crew, {"kind": "resize", "devices": 4})["is_accepted"]
+    assert answer(group, {"kind": "resize", "devices": 4})["is_accepted"]
     assert (tmp_path / Document.TARGET_WORKERS).read_text() == "4"
-    stranger = crew.model_copy(update={"token": "guess"})
+    stranger = group.model_copy(update={"token": "guess"})
     assert isinstance(answer(stranger, {"kind": "locate_run"}), StoreError)

@@ -16,7 +16,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(threads: int) -> TunedSettings:
-    trial = AutotuneTrial(name="threads", value="1", sample_s=1.0, speedup=2.0, kept=True)
+    trial = AutotuneTrial(name="threads", value="1", sample_s=1.0, speedup=2.0, is_adopted=True)
     settings = StepSettings(threads=threads, micro_batch=8)
     return TunedSettings(settings=settings, reasons={"threads": "why"}, trials=(trial,))
 

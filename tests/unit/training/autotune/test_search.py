@@ -45,7 +45,7 @@ def test_each_knob_is_tried_on_top_of_the_best_so_far() -> None:
     knobs = [knob("precision", "bf16"), knob("compile", "inductor")]
     found, _ = search(timer, START, knobs, lambda _: 100)
     assert (found.settings.precision, found.settings.compile) == ("bf16", "inductor")
-    assert [(trial.name, trial.kept) for trial in found.trials] == [
+    assert [(trial.name, trial.is_adopted) for trial in found.trials] == [
         ("precision", True), ("compile", True),
     ]  # fmt: skip
     assert found.trials[1].speedup == pytest.approx(1.5)
@@ -56,7 +56,7 @@ def test_a_gain_within_the_noise_changes_nothing() -> None:
     timer = TableTimer(lambda s: 1.0 if s.precision == "fp32" else 0.96)
     found, _ = search(timer, START, [knob("precision", "bf16")], lambda _: 100)
     assert found.settings == START
-    assert not found.trials[0].kept
+    assert not found.trials[0].is_adopted
     assert "too little gain" in found.reasons["precision"]
 
 

@@ -247,27 +247,27 @@ def test_a_save_that_is_given_up_publishes_nothing_and_waits_for_nobody(tmp_path
 
 
 def test_a_worker_that_never_reports_ends_the_save(tmp_path: Path) -> None:
-    crew = SaveGroup(rank=0, size=2, token="g1")
+    group = SaveGroup(rank=0, size=2, token="g1")
     place = LocalStorage(tmp_path)
-    directory = place.begin(1, crew.token)
-    files.write_part(place, directory, crew, {}, groups=[], between=lambda: None)
+    directory = place.begin(1, group.token)
+    files.write_part(place, directory, group, {}, groups=[], between=lambda: None)
     with pytest.raises(CheckpointError, match=r"\[1\] have not saved"):
-        files.publish(place, directory, crew, snapshot(1), patience_s=0, between=lambda: None)
+        files.publish(place, directory, group, snapshot(1), patience_s=0, between=lambda: None)
     files.report_failure(place, directory, SaveGroup(rank=1, size=2, token="g1"), "disk full")
     with pytest.raises(CheckpointError, match="Worker 1 could not save its part: disk full"):
-        files.publish(place, directory, crew, snapshot(1), patience_s=0, between=lambda: None)
+        files.publish(place, directory, group, snapshot(1), patience_s=0, between=lambda: None)
 
 
 def test_a_save_with_a_hole_is_not_published(tmp_path: Path) -> None:
-    crew = SaveGroup()
+    group = SaveGroup()
     place = LocalStorage(tmp_path)
-    directory = place.begin(1, crew.token)
+    directory = place.begin(1, group.token)
     half = TensorShard("model/w", (8,), TensorSlice((0,), (4,)), torch.zeros(4))
     files.write_part(
-        place, directory, crew, {"model/w": half}, groups=["model"], between=lambda: None
+        place, directory, group, {"model/w": half}, groups=["model"], between=lambda: None
     )
     with pytest.raises(CheckpointError, match="hole"):
-        files.publish(place, directory, crew, snapshot(1), patience_s=0, between=lambda: None)
+        files.publish(place, directory, group, snapshot(1), patience_s=0, between=lambda: None)
     assert files.entries(place) == []
 
 

@@ -345,12 +345,17 @@ def _train_in_sites(
     store: dist.Store, rank: int, sites: list[list[int]], rules: LocalRules, steps: int
 ) -> list[Tensor]:
     """Each step of a site is the same on all its workers; one of them speaks for it."""
-    number, mates = next((n, ranks) for n, ranks in enumerate(sites) if rank in ranks)
+    number, site_ranks = next((n, ranks) for n, ranks in enumerate(sites) if rank in ranks)
     inside = connect(
-        store, mates.index(rank), len(mates), "127.0.0.1", secret=b"test", name=f"site-{number}"
+        store,
+        site_ranks.index(rank),
+        len(site_ranks),
+        "127.0.0.1",
+        secret=b"test",
+        name=f"site-{number}",
     )
     weights = _weights()
-    if rank == mates[0]:
+    if rank == site_ranks[0]:
         between = connect(store, number, len(sites), "127.0.0.1", secret=b"test", name="between")
         averaging = WeightAveraging(weights, between, rules, site_transport=inside)
     else:

@@ -68,11 +68,11 @@ def test_in_step_the_losses_are_those_of_one_process(
     )
     losses, weights = train_alone(rules)
     with serving(tmp_path, rules) as servers:
-        crew = [Worker(servers, f"w{number}") for number in range(workers)]
-        for worker in crew:
+        group = [Worker(servers, f"w{number}") for number in range(workers)]
+        for worker in group:
             worker.end()
         torch.testing.assert_close(servers.weights(), weights, rtol=0, atol=1e-5)
-    assert losses_by_step(crew, rules.steps) == pytest.approx(losses, abs=1e-5)
+    assert losses_by_step(group, rules.steps) == pytest.approx(losses, abs=1e-5)
     assert losses[-1] < losses[0] / 2
 
 
@@ -91,12 +91,12 @@ def test_out_of_step_it_learns_as_well_within_a_margin(tmp_path: Path, changes: 
     _, alone = train_alone(rules)
     start = score(torch.cat([w.reshape(-1) for w in build().parameters()]))
     with serving(tmp_path, rules) as servers:
-        crew = [Worker(servers, f"w{number}") for number in range(3)]
-        for worker in crew:
+        group = [Worker(servers, f"w{number}") for number in range(3)]
+        for worker in group:
             worker.end()
         found = score(servers.weights())
-    assert all(outcome == "taken" for worker in crew for outcome in worker.outcomes)
-    assert sum(len(worker.losses) for worker in crew) == rules.steps * rules.shares
+    assert all(outcome == "taken" for worker in group for outcome in worker.outcomes)
+    assert sum(len(worker.losses) for worker in group) == rules.steps * rules.shares
     assert found < 1.25 * score(alone) < start / 4
 
 
@@ -246,7 +246,7 @@ def test_servers_that_end_and_come_back_lose_nothing(tmp_path: Path, mode: Any):
     chance = random.Random(5)
     with serving(tmp_path, rules) as servers:
         turn = threading.Semaphore(0)
-        crew = [
+        group = [
             Worker(servers, f"w{number}", lambda _client, _ticket: turn.release())
             for number in range(2)
         ]
@@ -262,17 +262,17 @@ def test_servers_that_end_and_come_back_lose_nothing(tmp_path: Path, mode: Any):
             assert servers.shards[index].weights.version >= before.version
             if servers.shards[index].weights.version == before.version:
                 assert torch.equal(servers.shards[index].weights.flat, kept)
-        for worker in crew:
+        for worker in group:
             worker.end()
         found = servers.weights()
         assert [shard.weights.version for shard in servers.shards] == [
             30 * (1 + (mode == "asp"))
         ] * 2
-    assert {t for worker in crew for t in worker.losses} == {
+    assert {t for worker in group for t in worker.losses} == {
         Ticket(step, share) for step in range(30) for share in range(2)
     }
     if mode == "bsp":
-        assert losses_by_step(crew, rules.steps) == pytest.approx(losses, abs=1e-5)
+        assert losses_by_step(group, rules.steps) == pytest.approx(losses, abs=1e-5)
         torch.testing.assert_close(found, weights, rtol=0, atol=1e-5)
 
 
@@ -280,18 +280,18 @@ def test_a_snapshot_holds_the_same_tickets_in_every_shard(tmp_path: Path):
     rules = ServerRules(steps=200, mode="asp", shards=3, optimizer=OptimizerSpec(name="sgd"))
     with serving(tmp_path, rules) as servers:
         reader = servers.client("reader", build())
-        crew = [Worker(servers, f"w{number}") for number in range(3)]
+        group = [Worker(servers, f"w{number}") for number in range(3)]
         seen: list[list[int]] = []
         for _ in range(10):
             assert reader.snapshot() is not None
             seen.append(list(reader.versions))
         assert all(len(set(versions)) == 1 for versions in seen)
         reader.stop()
-        for worker in crew:
+        for worker in group:
             worker.end()
         assert reader.take_ticket() is None
         reader.close()
-        done = sum(len(worker.losses) for worker in crew)
+        done = sum(len(worker.losses) for worker in group)
         assert [shard.weights.version for shard in servers.shards] == [done] * 3
 
 
@@ -338,7 +338,7 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
             hello + b"".join(pack({"kind": "push", "ticket": [0, 0], "lr": "nan"})),
             hello + push[: len(push) // 2],
         ]
-        crew = [Worker(servers, "w0"), Worker(servers, "w1")]
+        group = [Worker(servers, "w0"), Worker(servers, "w1")]
         where = (address.host, address.port)
         for attempt in (*strangers, *attempts):
             is_stranger = attempt in strangers
@@ -354,7 +354,7 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
                     while more := link.recv(65536):
                         answer += more
                 assert not answer or (not is_stranger and attempt.startswith(hello))
-        for worker in crew:
+        for worker in group:
             worker.end()
         torch.testing.assert_close(servers.weights(), weights, rtol=0, atol=1e-6)
 
@@ -413,10 +413,10 @@ def test_an_engine_trains_by_tickets_and_takes_each_sample_once(tmp_path: Path):
                 optimizer.zero_grad()
 
     with serving(tmp_path, rules) as servers:
-        crew = [threading.Thread(target=work, args=(name,), daemon=True) for name in "ab"]
-        for worker in crew:
+        group = [threading.Thread(target=work, args=(name,), daemon=True) for name in "ab"]
+        for worker in group:
             worker.start()
-        for worker in crew:
+        for worker in group:
             worker.join(LIMIT_S)
         found = servers.weights()
     assert sorted(taken) == sorted([*range(10)] * 2)

@@ -112,7 +112,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         door.close()
 
 
-def settled(detail: str = "") -> Paused:
+def paused(detail: str = "") -> Paused:
     return Paused(generation=1, step=3, detail=detail)
 
 
@@ -138,15 +138,15 @@ def test_a_supervisor_that_slept_hears_everything_before_it_judges(rig: Rig) -> 
     rig.coordinator.tick()
     rig.now += 60
     rig.handle_message(0, Heartbeat(generation=1, phase="step"))
-    rig.handle_message(0, settled())
+    rig.handle_message(0, paused())
     rig.coordinator.tick()  # the other's words are still on their way
     assert rig.there() == [0, 1]
 
 
 def test_the_cause_is_told_when_it_is_given_up(rig: Rig) -> None:
-    rig.handle_message(0, settled("gloo: the cable is torn"))
+    rig.handle_message(0, paused("gloo: the cable is torn"))
     rig.coordinator._attempts_without_step = 5
-    rig.handle_message(1, settled("connection closed by peer"))
+    rig.handle_message(1, paused("connection closed by peer"))
     assert rig.coordinator.outcome is not None
     (error,) = [e for e, _ in rig.run.read_events() if isinstance(e, ErrorRaised)]
     assert "the cable is torn" in error.message
@@ -197,7 +197,7 @@ def test_figures_are_not_worth_a_run(rig: Rig) -> None:
     assert rig.coordinator.outcome is None
 
 
-def test_a_crew_that_has_changed_leaves_the_run_to_others(rig: Rig) -> None:
+def test_a_worker_group_that_has_changed_leaves_the_run_to_others(rig: Rig) -> None:
     for number in range(2):
         assert rig.coordinator.outcome is None
         rig.handle_message(number, Done(generation=1, ending="async", step=3))
@@ -219,7 +219,7 @@ def test_who_steps_aside_leaves_at_a_step_boundary_and_its_device_stays_the_runs
     assert rig.coordinator.stage == "pausing"
     assert (rig.coordinator.membership.active_target, rig.coordinator.membership.target) == (1, 2)
     for number in (0, 1):
-        live = HeldState(step=1, generation=1, place=Layout(dp=2).place_of(number))
+        live = HeldState(step=1, generation=1, coordinates=Layout(dp=2).place_of(number))
         rig.handle_message(number, Paused(generation=1, step=1, live=live))
     assert rig.coordinator.history[2] == Layout()
     assert rig.coordinator.membership.workers[0].rank == 0

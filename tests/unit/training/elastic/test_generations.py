@@ -1,4 +1,4 @@
-"""The next generation, for any crew, layout and loss."""
+"""The next generation, for any worker group, layout and loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def by_dp(devices: int) -> Layout:
 
 
 def held_state(layout: Layout, rank: int, step: int, generation: int = 1) -> HeldState:
-    return HeldState(step=step, generation=generation, place=layout.place_of(rank))
+    return HeldState(step=step, generation=generation, coordinates=layout.place_of(rank))
 
 
 def survivors(layout: Layout, steps: dict[int, int]) -> list[WorkerReport]:
@@ -75,7 +75,7 @@ def test_a_lost_shard_comes_back_from_its_buddy() -> None:
     assert found is not None
     assert (found.restore.kind, found.restore.step) == ("replicas", 10)
     assert found.source_layout == layout
-    assert {giver.held_state.place.fsdp for giver in found.restore.sources} == {0, 1, 2}
+    assert {giver.held_state.coordinates.fsdp for giver in found.restore.sources} == {0, 1, 2}
 
 
 def test_without_copies_the_disk_decides() -> None:
@@ -141,7 +141,7 @@ LAYOUTS = st.builds(
 
 
 @st.composite
-def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
+def worker_groups(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     layout, after = draw(LAYOUTS), draw(LAYOUTS)
     worker_reports: list[WorkerReport] = []
     for rank in range(layout.world):
@@ -164,7 +164,7 @@ def crews(draw: st.DrawFn) -> tuple[Layout, list[WorkerReport], int, Layout]:
     return layout, worker_reports, draw(st.integers(1, 12)), after
 
 
-@given(crews())
+@given(worker_groups())
 def test_any_decision_is_whole(group: tuple[Layout, list[WorkerReport], int, Layout]) -> None:
     layout, worker_reports, target, after = group
 
@@ -197,13 +197,13 @@ def test_any_decision_is_whole(group: tuple[Layout, list[WorkerReport], int, Lay
         report = by_member[meeting[giver.handoff_rank]]
         assert giver.held_state.step == found.restore.step
         assert giver.held_state in (report.replicas if giver.is_replica else (report.live,))
-    given = {part_at(layout, giver.held_state.place) for giver in found.restore.sources}
+    given = {part_at(layout, giver.held_state.coordinates) for giver in found.restore.sources}
     assert given in (set(), parts)
     # There is no newer step that is whole, live or in copies.
     held: dict[int, set[tuple[int, ...]]] = {}
     for report in worker_reports:
         for each in (*((report.live,) if report.live else ()), *report.replicas):
-            held.setdefault(each.step, set()).add(part_at(layout, each.place))
+            held.setdefault(each.step, set()).add(part_at(layout, each.coordinates))
     whole = [step for step, found_parts in held.items() if found_parts == parts]
     assert found.restore.step == max(whole, default=None)
     # If nothing moves, everyone has its part already.
@@ -211,7 +211,7 @@ def test_any_decision_is_whole(group: tuple[Layout, list[WorkerReport], int, Lay
         for rank, worker in enumerate(found.workers):
             live = by_member[worker].live
             assert live is not None
-            mine = part_at(layout, live.place)
+            mine = part_at(layout, live.coordinates)
             assert mine == part_at(found.layout, found.layout.place_of(rank))
 
 
@@ -234,5 +234,5 @@ def test_one_loss_moves_nobody_else(layout: Layout, data: st.DataObject) -> None
 
 
 def test_places_travel_as_json() -> None:
-    sent = HeldState(step=3, generation=2, place=RankCoordinates(pp=1, tp=1))
+    sent = HeldState(step=3, generation=2, coordinates=RankCoordinates(pp=1, tp=1))
     assert HeldState.model_validate_json(sent.model_dump_json()) == sent

@@ -72,7 +72,7 @@ def test_a_scale_that_backs_off_moves_no_one() -> None:
     inputs = torch.full((8, 4), 16.0)
     run = Run(line(4, 4), lambda model: model(inputs).float().sum() * 64)
     assert run.precision._adaptive is not None
-    run.precision._adaptive._next = "none"  # not foreseen: it must be met
+    run.precision._adaptive._next = "none"  # unexpected: it must be handled
     run.precision._adaptive._next_at = 1000
     assert run.take(30) == []
     assert run.precision.skips >= 1
@@ -184,7 +184,7 @@ def test_a_module_comes_back_when_its_numbers_fit_and_waits_longer_the_next_time
     assert looks_until_low() == 6
 
 
-def test_an_overflow_that_was_not_foreseen_is_met_within_a_few_steps() -> None:
+def test_an_unexpected_overflow_is_handled_within_a_few_steps() -> None:
     inputs, size = torch.ones(2, 4), [1.0]
     run = Run(line(4, 4, 4), lambda model: model(inputs * size[0]).float().mean() / size[0])
     assert run.take(4) == []

@@ -334,17 +334,17 @@ class WeightAveraging:
 
     def _read(self, where: slice, into: Tensor) -> Tensor:
         """Copy a part of the weights."""
-        for weight, place in self._overlaps(where):
-            into[place].copy_(weight)
+        for weight, span in self._overlaps(where):
+            into[span].copy_(weight)
         return into
 
     def _write(self, start: int, values: Tensor) -> None:
-        for weight, place in self._overlaps(slice(start, start + len(values))):
-            weight.copy_(values[place])
+        for weight, span in self._overlaps(slice(start, start + len(values))):
+            weight.copy_(values[span])
 
     def _add(self, start: int, values: Tensor) -> None:
-        for weight, place in self._overlaps(slice(start, start + len(values))):
-            weight.add_(values[place].to(weight.device))
+        for weight, span in self._overlaps(slice(start, start + len(values))):
+            weight.add_(values[span].to(weight.device))
 
     def _overlaps(self, where: slice) -> Iterator[tuple[Tensor, slice]]:
         """Slices of weights within a part, and their offsets."""

@@ -107,7 +107,7 @@ class ShardServer:
                     if key.fileobj is self._wake_reader:
                         return
                     if key.fileobj is self._listener:
-                        self._let_in()
+                        self._accept()
                     elif isinstance(key.fileobj, SecureLink):
                         self._move(key.fileobj, events)
                 self._serve_waiting()
@@ -115,7 +115,7 @@ class ShardServer:
                     looked_at = time.monotonic()
                     if not self._is_needed():
                         return
-                    self._look_for_silence(looked_at)
+                    self._drop_silent_clients(looked_at)
         finally:
             self._close()
 
@@ -134,7 +134,7 @@ class ShardServer:
             sock.close()
         self._shard.close()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError:
@@ -191,7 +191,7 @@ class ShardServer:
             frame = client.reader.read(client.link.recv_into)
             client.received_at = time.monotonic()
             if frame is not None:
-                self._hear(client, frame)
+                self._handle(client, frame)
 
     def _write(self, client: _ClientConnection) -> None:
         while client.outgoing:
@@ -219,7 +219,7 @@ class ShardServer:
             if self._shard.dispatcher is not None:
                 self._shard.dispatcher.leave(client.worker)
 
-    def _hear(self, client: _ClientConnection, frame: Frame) -> None:
+    def _handle(self, client: _ClientConnection, frame: Frame) -> None:
         request = read_request(frame)
         if not client.worker:
             self._greet(client, request)
@@ -317,7 +317,7 @@ class ShardServer:
                 self._reply(client, ServerReply(ticket=ticket))
             client.waiting = None
 
-    def _look_for_silence(self, now: float) -> None:
+    def _drop_silent_clients(self, now: float) -> None:
         for link, client in list(self._clients.items()):
             limit_s = self._shard.rules.silence_s if client.worker else HANDSHAKE_S
             if client.waiting is None and now - client.received_at > limit_s:

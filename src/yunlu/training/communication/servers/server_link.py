@@ -224,9 +224,9 @@ class ServerLink:
             pass
         return frame
 
-    def _fill(self, place: memoryview) -> int:
+    def _fill(self, buffer: memoryview) -> int:
         assert self._link is not None
-        count = self._link.recv_into(place)
+        count = self._link.recv_into(buffer)
         self.traffic.received_bytes += count
         return count
 

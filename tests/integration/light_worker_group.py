@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from yunlu.core.files import append_lines, read_last
+from yunlu.core.files import append_lines
 from yunlu.core.secure_link import SecureLink
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
@@ -32,7 +32,7 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
 )
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document, Log, RunStore
+from yunlu.runs.run_store import Document, Log, RunStore, last_record
 from yunlu.runs.worker_group import (
     FrameDecoder,
     WorkerGroup,
@@ -47,8 +47,8 @@ from tests.sample_events import sample
 BATCH = 8
 
 
-class LightCrew:
-    """One life of a run."""
+class LightWorkerGroup:
+    """One attempt of a run."""
 
     def __init__(self, run: RunStore, devices: int) -> None:
         self.run, self.target, self.generation = run, devices, 0
@@ -64,14 +64,14 @@ class LightCrew:
     def stop(self, *_: object) -> None:
         self.is_asked = True
 
-    def live(self) -> int:
+    def run_attempt(self) -> int:
         run = self.run
-        lives = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
+        attempts = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
         self.save()
         host = socket.gethostname()
         record_worker(run, WorkerProcess(pid=os.getpid(), process_started_at=self.started_at,
                                          host=host, detached=True))  # fmt: skip
-        run.emit(sample(AttemptStarted, number=lives + 1, pid=os.getpid(),
+        run.emit(sample(AttemptStarted, number=attempts + 1, pid=os.getpid(),
                  process_started_at=self.started_at))  # fmt: skip
         run.emit(StateChanged(state="planning"))
         if self.job.get("fate") == "crash":
@@ -79,7 +79,7 @@ class LightCrew:
         steps = int(self.job.get("steps", 100))
         run.emit(sample(PlanMade, batch=BATCH, micro_batch=BATCH, steps=steps))
         run.emit(StateChanged(state="running"))
-        last = read_last(run.path / Log.LEDGER)
+        last = last_record(run, Log.LEDGER)
         step = last["step"] if last else 0
         while step < steps:
             if self.is_asked:
@@ -87,11 +87,11 @@ class LightCrew:
                 run.emit(CheckpointSaved(step=step, path="x", bytes=1, seconds=0.0))
                 run.emit(StateChanged(state="stopped"))
                 return 0
-            step = self.make_step(step, lives + 1)
+            step = self.make_step(step, attempts + 1)
         run.emit(StateChanged(state="finished"))
         return 0
 
-    def make_step(self, step: int, life: int) -> int:
+    def make_step(self, step: int, attempt: int) -> int:
         if self.generation == 0 or self.workers != self.target:
             self.generation, self.workers = self.generation + 1, self.target
             ranks = [{"host": "here"} for rank in range(self.workers)]
@@ -104,7 +104,7 @@ class LightCrew:
             self.listen(left_s)
         step += 1
         append_lines(self.run.path / Log.LEDGER, [{"step": step, "samples": BATCH}])
-        record = {"step": step, "samples": step * BATCH, "at": time.time(), "attempt": life,
+        record = {"step": step, "samples": step * BATCH, "at": time.time(), "attempt": attempt,
                   "compute_s": span_s, "generation": self.generation, "loss": 1.0}  # fmt: skip
         append_lines(self.run.path / Log.METRICS, [record])
         return step
@@ -155,7 +155,7 @@ def main() -> int:
     run = open_run(Path(sys.argv[-1]))
     with (run.path / "worker.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return LightCrew(run, int(sys.argv[sys.argv.index("--devices") + 1])).live()
+        return LightWorkerGroup(run, int(sys.argv[sys.argv.index("--devices") + 1])).run_attempt()
 
 
 if __name__ == "__main__":

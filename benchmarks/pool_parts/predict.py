@@ -25,7 +25,7 @@ from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise, Step
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from benchmarks.pool_parts.live import Lived
+    from benchmarks.pool_parts.live import JobRecord
     from benchmarks.pool_parts.queue import Arrival
     from yunlu.hardware.fleet import Placement
 
@@ -34,7 +34,7 @@ _TYPE = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
+class QueuePrediction:
     """What the simulator says of a queue."""
 
     average_s: float
@@ -52,20 +52,20 @@ class Measured:
     """What a job takes besides its steps: to start, and to evaluate and export at its end."""
 
 
-def measure(lived: Sequence[Lived], *, devices: int) -> dict[str, Measured]:
+def measure(records: Sequence[JobRecord], *, devices: int) -> dict[str, Measured]:
     """Each kind from all jobs of it; sizes that nobody had are told by the fitted model."""
     found: dict[str, Measured] = {}
-    for name in {job.kind for job in lived}:
-        jobs = [job for job in lived if job.kind == name]
+    for name in {job.kind for job in records}:
+        jobs = [job for job in records if job.kind == name]
         step_s = _step_times(jobs, devices)
-        calm = [job for job in jobs if job.lives == 1]
+        calm = [job for job in jobs if job.attempts == 1]
         overheads = [job.ended_at - job.started_at - job.trained_s - sum(job.resize_s)
                      for job in calm or jobs]  # fmt: skip
         found[name] = Measured(step_s=step_s, overhead_s=max(0.0, median(overheads)))
     return found
 
 
-def foretell(
+def predict_queue(
     queue: Sequence[Arrival],
     measured: dict[str, Measured],
     *,
@@ -73,7 +73,7 @@ def foretell(
     devices: int,
     round_s: float,
     resize_s: float,
-) -> Foretold:
+) -> QueuePrediction:
     """Run the queue in the simulator under the same policy."""
     kinds = {arrival.kind.name: arrival.kind for arrival in queue}
     applications = {
@@ -101,7 +101,7 @@ def foretell(
             rules=contestant.adapt_rules(rules),
             estimator=contestant.estimator,
         )
-    return Foretold(
+    return QueuePrediction(
         average_s=outcome.average_s,
         makespan_s=outcome.makespan_s,
         restarts=sum(job.restarts for job in outcome.jobs),
@@ -126,7 +126,7 @@ def _slow_starts(overheads_s: dict[str, float]) -> Generator[None]:
         simulator.SimulatedJob = SimulatedJob
 
 
-def _step_times(jobs: Sequence[Lived], devices: int) -> dict[int, float]:
+def _step_times(jobs: Sequence[JobRecord], devices: int) -> dict[int, float]:
     whole: dict[int, list[float]] = {}
     timings: list[StepTiming] = []
     for job in jobs:

@@ -46,7 +46,7 @@ FOR_EVER = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ExecutorSetup:
     """One executor, and what a test has to know of it."""
 
     executor: Executor
@@ -69,12 +69,12 @@ def submit(directory: Path, *, steps: int = FOR_EVER) -> RunStore:
     return lifecycle.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
 
 
-def told(run: RunStore, kind: type[EventT]) -> list[EventT]:
+def events_of(run: RunStore, kind: type[EventT]) -> list[EventT]:
     return [event for event, _ in run.read_events() if isinstance(event, kind)]
 
 
 def state(run: RunStore) -> str:
-    return told(run, StateChanged)[-1].state
+    return events_of(run, StateChanged)[-1].state
 
 
 def step(run: RunStore) -> int:
@@ -91,14 +91,14 @@ def await_(run: RunStore, until: Callable[[], bool], what: str) -> None:
             run.path / Log.LEASE_EVENTS,
         ]
         logs = (f"--- {file.name}\n{file.read_text()[-2500:]}" for file in files if file.exists())
-        return "\n".join([str(told(run, StateChanged)), *logs])
+        return "\n".join([str(events_of(run, StateChanged)), *logs])
 
     wait_until(until, what, explain=explain)
 
 
 def await_step(run: RunStore, wanted: int) -> None:
     def is_there() -> bool:
-        assert not (errors := told(run, ErrorRaised)), errors
+        assert not (errors := events_of(run, ErrorRaised)), errors
         return step(run) >= wanted
 
     await_(run, is_there, f"step {wanted}")
@@ -108,8 +108,8 @@ def await_workers(run: RunStore, count: int) -> None:
     """Until steps are made by so many."""
 
     def is_there() -> bool:
-        crews = told(run, WorkerGroupFormed)
-        return bool(crews) and len(crews[-1].ranks) == count
+        groups = events_of(run, WorkerGroupFormed)
+        return bool(groups) and len(groups[-1].ranks) == count
 
     await_(run, is_there, f"{count} workers")
     await_step(run, step(run) + 3)
@@ -120,7 +120,7 @@ def check_samples(run: RunStore) -> None:
     records = [json.loads(line) for line in (run.path / Log.LEDGER).read_text().splitlines()]
     committed = {record["step"]: record for record in records}
     assert sorted(committed) == [*range(1, max(committed) + 1)]
-    samples = told(run, DataOpened)[0].train
+    samples = events_of(run, DataOpened)[0].train
     for number, rows in enumerate(StepOrder(samples=samples, batch=BATCH, seed=0).steps_from(0), 1):
         if number not in committed:
             break
@@ -154,5 +154,5 @@ def kill_processes(run: RunStore) -> None:
 
 
 def workers_of(run: RunStore) -> int:
-    crew = read_worker_group(run)
-    return sum(member.rank is not None for member in crew.workers) if crew else 0
+    group = read_worker_group(run)
+    return sum(member.rank is not None for member in group.workers) if group else 0

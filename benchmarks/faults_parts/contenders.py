@@ -1,4 +1,4 @@
-"""Each contender as a crew that can be started, watched, hurt and enlarged."""
+"""Each contender as a contender that can be started, watched, hurt and enlarged."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HEARTBEAT_MS = 2000
 """After which torchft's lighthouse gives a replica up; its default is 5000."""
 
 
-class CrewError(Exception):
-    """A crew that cannot do what the trial asks of it."""
+class ContenderError(Exception):
+    """A worker group that cannot do what the trial asks of it."""
 
 
 @dataclass(kw_only=True)
-class Crew(ABC):
+class Contender(ABC):
     """Two workers that train, on one machine or on a host each."""
 
     directory: Path
@@ -47,7 +47,7 @@ class Crew(ABC):
     restarts_itself: bool = field(default=True, init=False)
     """Whether a killed worker comes back without being asked for."""
     ready_at: float = field(default=0.0, init=False)
-    """From when on its steps are those of the crew that is asked for."""
+    """From when on its steps are those of the group that is asked for."""
     processes: Processes = field(init=False)
     journal: Journal = field(init=False)
 
@@ -56,7 +56,7 @@ class Crew(ABC):
         make_text(self.directory / "text.txt", self.workload)
         (self.directory / "workload.json").write_text(json.dumps(self.workload.describe()))
         self.processes = Processes(
-            log=self.directory / "crew.log",
+            log=self.directory / "contender.log",
             environment={
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0" if self.hosts else "lo",
@@ -87,7 +87,7 @@ class Crew(ABC):
         for worker in reversed(self.journal.workers):
             if worker.rank == rank and is_alive(worker.pid):
                 return worker.pid
-        raise CrewError(f"no living worker is rank {rank}")
+        raise ContenderError(f"no living worker is rank {rank}")
 
     def kill(self, rank: int) -> float:
         """Kill one worker without a word; the instant."""
@@ -158,7 +158,7 @@ class Crew(ABC):
         return "127.0.0.1" if self.hosts is None else self.hosts.address(node)
 
 
-class Torchrun(Crew):
+class Torchrun(Contender):
     """Elastic restarts: all workers die and come back whenever one does, or when a node comes or goes."""
 
     shared_store = False
@@ -188,7 +188,7 @@ class Torchrun(Crew):
         return now
 
     def start_node(self, node: int) -> None:
-        """An agent; with nodes, one or two of them make a crew."""
+        """An agent; with nodes, one or two of them make a contender."""
         command = [
             sys.executable, "-m", "torch.distributed.run",
             "--nnodes", "1:2" if self.nodes else "1",
@@ -212,7 +212,7 @@ class TorchrunDefault(Torchrun):
     shared_store = True
 
 
-class Torchft(Crew):
+class Torchft(Contender):
     """A quorum at each step; the survivors of a fault go on without a restart."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Yunlu as a crew: a job started by ``yunlu train``, watched through its run directory."""
+"""Yunlu as a contender: a job started by ``yunlu train``, watched through its run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from benchmarks.faults_parts.crews import Crew, CrewError
+from benchmarks.faults_parts.contenders import Contender, ContenderError
 from benchmarks.faults_parts.journal import Journal, Step, Worker
 from benchmarks.faults_parts.processes import is_alive
 from benchmarks.faults_parts.workload import SEED, Workload
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SUBMIT_S, _RESIZE_S = 60.0, 180.0
 
 
-class Yunlu(Crew):
+class Yunlu(Contender):
     """Two workers under one supervisor, or one on each of two nodes."""
 
     def __post_init__(self) -> None:
@@ -59,10 +59,10 @@ class Yunlu(Crew):
 
     def start_node(self, node: int) -> None:
         """Another machine that sees the run's directory lends one device."""
-        crew = json.loads((self._run / "worker_group.json").read_bytes())
+        group = json.loads((self._run / "worker_group.json").read_bytes())
         token = self.directory / "token"
-        token.write_text(crew["token"])
-        words = ["join", f"{crew['host']}:{crew['port']}", "--token-file", str(token)]
+        token.write_text(group["token"])
+        words = ["join", f"{group['host']}:{group['port']}", "--token-file", str(token)]
         self._call(*words, "--devices", "1", node=node)
 
     def committed(self) -> list[Step]:
@@ -76,7 +76,7 @@ class Yunlu(Crew):
 
     @property
     def _run(self) -> Path:
-        assert self._journal.run is not None, "the crew is started"
+        assert self._journal.run is not None, "the group is started"
         return self._journal.run
 
     def _call(self, *words: str, node: int = 0) -> None:
@@ -97,7 +97,7 @@ class Yunlu(Crew):
             if self.journal.steps and self.journal.steps[-1].size == size:
                 return
             time.sleep(0.02)
-        raise CrewError(f"no step of {size} within {_RESIZE_S:.0f} s")
+        raise ContenderError(f"no step of {size} within {_RESIZE_S:.0f} s")
 
     def _find_run(self) -> Path:
         until = time.monotonic() + _SUBMIT_S
@@ -105,12 +105,12 @@ class Yunlu(Crew):
             for found in self._home.glob("*/events.jsonl"):
                 return found.parent
             time.sleep(0.02)
-        raise CrewError(f"no run appeared within {_SUBMIT_S:.0f} s")
+        raise ContenderError(f"no run appeared within {_SUBMIT_S:.0f} s")
 
 
 @dataclass(slots=True)
 class RunJournal(Journal):
-    """The run directory, read as the journal of a crew."""
+    """The run directory, read as the journal of a worker group."""
 
     workload: Workload = field(default_factory=Workload)
     run: Path | None = None
@@ -134,13 +134,13 @@ class RunJournal(Journal):
                 Step(
                     step=step,
                     at=record["at"],
-                    crew=str(generation),
+                    group=str(generation),
                     size=self._sizes.get(generation, 1),
                     samples=tuple(self.samples_of(step)),
                 )
             )
         self.steps.sort(key=lambda step: step.at)
-        self.workers[:] = self._read_crew()
+        self.workers[:] = self._read_workers()
 
     def samples_of(self, step: int) -> list[int]:
         """The samples of a step, counted from 0."""
@@ -157,7 +157,7 @@ class RunJournal(Journal):
             Step(
                 step=record["step"] - 1,
                 at=float(place),  # in the order of the ledger
-                crew=str(record["generation"]),
+                group=str(record["generation"]),
                 size=self._sizes.get(record["generation"], 1),
                 samples=tuple(self._answered(record)),
             )
@@ -175,15 +175,15 @@ class RunJournal(Journal):
         elif event["kind"] == "worker_group":
             self._sizes[event["generation"]] = len(event["ranks"])
 
-    def _read_crew(self) -> list[Worker]:
+    def _read_workers(self) -> list[Worker]:
         assert self.run is not None
         try:
-            crew = json.loads((self.run / "worker_group.json").read_bytes())
+            group = json.loads((self.run / "worker_group.json").read_bytes())
         except (OSError, ValueError):  # not there yet
             return []
         return [
             Worker(rank=member["rank"], pid=member["pid"], at=member["process_started_at"])
-            for member in crew["workers"]
+            for member in group["workers"]
             if member["rank"] is not None and is_alive(member["pid"])
         ]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import Place, kill_processes
+from tests.contracts.executor_setups import ExecutorSetup, kill_processes
 from tests.integration.ray_rig import RayRig, why_no_ray
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.hardware.fleet import Placement
 
 
 @contextmanager
-def open_ray_place(directory: Path) -> Generator[Place]:
+def open_ray_setup(directory: Path) -> Generator[ExecutorSetup]:
     del directory  # the names of Ray's sockets would be too long there
     if (reason := why_no_ray()) is not None:
         pytest.skip(reason)
@@ -23,7 +23,7 @@ def open_ray_place(directory: Path) -> Generator[Place]:
         first, second = rig.raylets
         executor = RayExecutor(rig.address)
         try:
-            yield Place(
+            yield ExecutorSetup(
                 executor=executor,
                 small=Placement(((first, 2),)),
                 large=Placement(((first, 2), (second, 1))),

@@ -47,12 +47,12 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
         (path,) = own_home.glob("*-*")
         run = open_run(path)
         near.wait_for_step(run, 5)
-        crew = read_worker_group(run)
-        assert crew is not None
-        assert crew.host == rig.address(0)
-        (tmp_path / "token").write_text(crew.token)
+        group = read_worker_group(run)
+        assert group is not None
+        assert group.host == rig.address(0)
+        (tmp_path / "token").write_text(group.token)
         words = ("--devices", "2", "--name", "far", "--token-file", "token")
-        call(1, "join", f"{crew.host}:{crew.port}", *words)
+        call(1, "join", f"{group.host}:{group.port}", *words)
         near.wait_until(run, lambda: near.count_done(run, "far.") > 5, "work from the other host")
 
         rig.cut(1)
@@ -71,6 +71,6 @@ def test_a_host_that_is_cut_off_holds_nobody_up_and_works_again_when_it_is_back(
 
 
 def _no_more(run: RunStore) -> bool:
-    """Whether the crew is told to be those of the first host."""
-    ranks = near.told(run, WorkerGroupFormed)[-1].ranks
+    """Whether the worker group is told to be those of the first host."""
+    ranks = near.events_of(run, WorkerGroupFormed)[-1].ranks
     return [each.worker for each in ranks] == ["0", "1", "2"]

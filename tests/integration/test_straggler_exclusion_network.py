@@ -15,12 +15,12 @@ from tests.distributed.test_worker_groups import (
     FEWER,
     Runs,
     check_run,
-    crew_of,
     events,
     losses,
     wait,
     wait_for_end,
     wait_for_step,
+    worker_group_of,
     write_job,
 )
 from tests.waiting import LIMIT_S
@@ -61,7 +61,7 @@ def call(rig: Rig, host: int, runs: Runs, *words: str, **more: str) -> subproces
 
 
 def sizes_of(run: RunStore) -> list[int]:
-    return [len(told.ranks) for told in events(run, WorkerGroupFormed)]
+    return [len(event.ranks) for event in events(run, WorkerGroupFormed)]
 
 
 def test_launched_workers_go_on_without_the_slow_one_and_end_together(
@@ -85,7 +85,7 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     first, *later = events(run, WorkerGroupFormed)
     assert [each.worker for each in first.ranks] == ["0", "1", "2"]
     assert later
-    assert all({each.worker for each in told.ranks} <= {"0", "1"} for told in later)
+    assert all({each.worker for each in event.ranks} <= {"0", "1"} for event in later)
     assert "excluded" in later[0].reason
     chosen, *anew = events(run, CommunicationChosen)
     refused = RefusedSetting(name="asynchronous", reason="a worker is excluded")
@@ -109,18 +109,18 @@ def test_machine_that_joined_steps_aside_and_stays_at_hand(
     run = open_run(path)
     runs.started.append(run)
     wait_for_step(run, 2)
-    crew = crew_of(run)
-    (tmp_path / "token").write_text(crew.token)
-    words = ("join", f"{crew.host}:{crew.port}", "--devices", "1", "--name", "slow")
+    group = worker_group_of(run)
+    (tmp_path / "token").write_text(group.token)
+    words = ("join", f"{group.host}:{group.port}", "--devices", "1", "--name", "slow")
     call(rig, 2, runs, *words, "--token-file", "token", YUNLU_BIND=rig.address(2))
 
     def has_left() -> bool:
-        reasons = [told.reason for told in events(run, WorkerGroupFormed)]
+        reasons = [event.reason for event in events(run, WorkerGroupFormed)]
         return any("excluded as a straggler" in reason for reason in reasons)
 
     wait(run, has_left, "the slow one to step aside")
     assert sizes_of(run)[-1] == 2
-    assert crew_of(run).target == 3  # its device is still the run's
+    assert worker_group_of(run).target == 3  # its device is still the run's
     assert not events(run, WorkerLost)
     for step in range(150, steps, 150):
         wait_for_step(run, step)

@@ -1,4 +1,4 @@
-"""Real crews that exchange in ways of their own, really disturbed: nothing is lost, nothing hangs."""
+"""Real worker groups that exchange in ways of their own, really disturbed: nothing is lost, nothing hangs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def runs(tmp_path: Path, own_home: Path) -> Iterator[Runs]:
     write_job(tmp_path)
     job = tmp_path / "job.yaml"
     # Both in the middle of the way, and what was best is what is exported.
-    told = job.read_text().replace("evaluate: never", "evaluate: 25")
-    job.write_text(told.replace("{every: 60, keep_best: 0}", "{every: 30, keep_best: 1}"))
+    text = job.read_text().replace("evaluate: never", "evaluate: 25")
+    job.write_text(text.replace("{every: 60, keep_best: 0}", "{every: 30, keep_best: 1}"))
     made = Runs(tmp_path, own_home)
     try:
         yield made
@@ -79,8 +79,8 @@ def test_who_is_killed_is_replaced_by_one_who_has_to_choose_alike(runs: Runs) ->
     strike(run, 1, signal.SIGKILL)
     wait_for_end(run)
     check_run(run, steps=40)
-    assert [crew.redone_steps for crew in events(run, WorkerGroupFormed)] == [0, 0]
-    chosen = {told.setting.codec for told in events(run, CommunicationChosen)}
+    assert [group.redone_steps for group in events(run, WorkerGroupFormed)] == [0, 0]
+    chosen = {event.setting.codec for event in events(run, CommunicationChosen)}
     assert chosen == {"int8"}
 
 
@@ -97,8 +97,8 @@ def test_workers_on_their_own_survive_a_kill_resizes_and_a_stop(
     run = start(runs, communication)
     wait_for_step(run, 15)
     strike(run, 0, signal.SIGKILL)  # the one who speaks for all
-    told = events(run, WorkerGroupFormed)[-1]
-    assert told.redone_steps <= 4 + 1  # back to where they last met
+    event = events(run, WorkerGroupFormed)[-1]
+    assert event.redone_steps <= 4 + 1  # back to where they last met
     resize(run, devices=3)
     wait_for_workers(run, 3)
     wait_for_step(run, max(losses(run)) + 2)

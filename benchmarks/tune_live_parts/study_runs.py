@@ -31,7 +31,7 @@ ETA = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lived:
+class StudyRecord:
     """What became of a study."""
 
     mode: Mode
@@ -39,7 +39,7 @@ class Lived:
     trials: int
     done: int
     best: float
-    lives: int
+    attempts: int
     resizes: int
     """While the trial went on."""
     samples_lost: int
@@ -78,7 +78,7 @@ def make_job(*, trials: int, steps: int, seed: int) -> Job:
     )
 
 
-def foresee(job: Job, *, devices: int) -> dict[Mode, StudyForecast]:
+def predict_study(job: Job, *, devices: int) -> dict[Mode, StudyForecast]:
     """What both would take, before they begin, from one plan of the job, measured on one core."""
     assert job.search is not None
     os.environ["OMP_NUM_THREADS"] = "1"  # noqa: TID251 (a share is less than a core)
@@ -92,9 +92,9 @@ def foresee(job: Job, *, devices: int) -> dict[Mode, StudyForecast]:
     }
 
 
-def live_through(
+def run_study(
     job: Job, home: Path, *, mode: Mode, devices: int, watch: Callable[[StudyView], None]
-) -> Lived:
+) -> StudyRecord:
     """Carry a study out."""
     os.environ["YUNLU_HOME"] = str(home)  # noqa: TID251 (each study has runs of its own)
     with Study(job, name=f"live-{mode}") as study:
@@ -105,14 +105,14 @@ def live_through(
     assert view.best is not None
     runs = {facts.number: open_run(home / facts.run) for facts in view.trials if facts.run}
     events = {number: [event for event, _ in run.read_events()] for number, run in runs.items()}
-    lives = sum(isinstance(event, AttemptStarted) for each in events.values() for event in each)
-    return Lived(
+    attempts = sum(isinstance(event, AttemptStarted) for each in events.values() for event in each)
+    return StudyRecord(
         mode=mode,
         makespan_s=ended_at - began_at,
         trials=len(view.trials),
         done=sum(facts.state is TrialState.DONE for facts in view.trials),
         best=min(point.value for facts in view.trials for point in facts.points),
-        lives=lives,
+        attempts=attempts,
         resizes=sum(_count_resizes(each) for each in events.values()),
         samples_lost=sum(count_lost(run, events[number]) for number, run in runs.items()),
         sizes={number: _sizes(each, began_at) for number, each in events.items()},
@@ -120,7 +120,7 @@ def live_through(
 
 
 def count_lost(run: RunStore, events: list[Event]) -> int:
-    """By the log of steps: each once, with all of its samples, however often the crew changed."""
+    """By the log of steps: each once, with all of its samples, however often the worker group changed."""
     count = next((int(e.train) for e in events if isinstance(e, DataOpened)), 0)
     full, rest = divmod(count, BATCH)
     epoch = [BATCH] * full + [rest] * (rest > 0)
@@ -138,16 +138,16 @@ def count_lost(run: RunStore, events: list[Event]) -> int:
 
 
 def _count_resizes(events: list[Event]) -> int:
-    crews = sum(isinstance(event, WorkerGroupFormed) for event in events)
+    groups = sum(isinstance(event, WorkerGroupFormed) for event in events)
     supervised = sum(
-        isinstance(event, AttemptStarted) and _is_crew(events, place)
+        isinstance(event, AttemptStarted) and _has_supervisor(events, place)
         for place, event in enumerate(events)
     )
-    return max(crews - supervised, 0)
+    return max(groups - supervised, 0)
 
 
-def _is_crew(events: list[Event], place: int) -> bool:
-    """Whether the life that begins here has a supervisor."""
+def _has_supervisor(events: list[Event], place: int) -> bool:
+    """Whether the attempt that begins here has a supervisor."""
     for event in events[place + 1 :]:
         if isinstance(event, AttemptStarted):
             return False
@@ -162,7 +162,7 @@ def _sizes(events: list[Event], began_at: float) -> list[tuple[float, int]]:
         workers: Any = None
         if isinstance(event, WorkerGroupFormed):
             workers = len(event.ranks)
-        elif isinstance(event, AttemptStarted) and not _is_crew(events, place):
+        elif isinstance(event, AttemptStarted) and not _has_supervisor(events, place):
             workers = 1
         if workers is not None:
             sizes.append((round(event.at - began_at, 1), workers))

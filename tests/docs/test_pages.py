@@ -32,6 +32,7 @@ TRANSLATED = [
             "pool-spot",
             "tuning",
             "scikit-learn",
+            "security",
         )
     ),
 ]

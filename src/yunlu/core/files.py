@@ -1,14 +1,114 @@
-"""Atomic file writes and append-only JSON lines."""
+"""Files of runs and homes: regular files only, atomic writes, append-only JSON lines."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any
+import stat
+from typing import IO, TYPE_CHECKING, Any
+
+from yunlu.core.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a regular file",
+}
+
+
+class IrregularFileError(StoreError):
+    """A link, FIFO, socket or device stands where a file or directory is expected."""
+
+
+def open_regular(
+    path: Path, flags: int = os.O_RDONLY, *, below: Path | None = None, mode: int = 0o600
+) -> int:
+    """Open a regular file; anything else in its place is refused, and never waited for.
+
+    A file of a run or home may come from somebody else: a FIFO would block whoever reads it, a link
+    would lead out of the directory.
+
+    Args:
+        path: The file.
+        flags: As of ``os.open``.
+        below: Directory whose own path is trusted; no directory between it and the file may be a link.
+            Default: the directory of the file.
+        mode: Permissions of a file that is created.
+    """
+    _check_between(path, below)
+    try:
+        descriptor = os.open(path, flags | _SAFE, mode)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}:
+            raise _irregular(path, os.lstat(path).st_mode, "a regular file") from error
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise _irregular(path, found.st_mode, "a regular file")
+    return descriptor
+
+
+def open_to_read(path: Path, *, below: Path | None = None) -> IO[bytes]:
+    """Open a regular file to read it, as ``open_regular``."""
+    return os.fdopen(open_regular(path, below=below), "rb")
+
+
+def read_regular(path: Path, *, below: Path | None = None) -> bytes:
+    """Content of a regular file, as ``open_regular``."""
+    with open_to_read(path, below=below) as file:
+        return file.read()
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a link, FIFO or device where a library opens a file by its path; absent is fine."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise _irregular(path, mode, "a regular file")
+
+
+def check_directory(path: Path, *, below: Path | None = None) -> None:
+    """Refuse a link or file in place of a directory; absent is fine."""
+    _check_between(path, below)
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISDIR(mode):
+        raise _irregular(path, mode, "a directory")
+
+
+def _check_between(path: Path, below: Path | None) -> None:
+    if below is None or path.parent == below:
+        return
+    parts = path.relative_to(below).parts if path.is_relative_to(below) else ("..",)
+    if ".." in parts:
+        raise IrregularFileError(f"{path} leads out of {below}", hint="give a name inside of it")
+    directory = below
+    for part in parts[:-1]:
+        directory /= part
+        check_directory(directory)
+
+
+def _irregular(path: Path, mode: int, expected: str) -> IrregularFileError:
+    kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+    return IrregularFileError(
+        f"{path} is {kind}, not {expected}: it was not opened",
+        hint=f"put {expected} there, or remove it",
+    )
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -16,7 +116,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with aside.open("wb") as file:
+        aside.unlink(missing_ok=True)
+        created = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(open_regular(aside, created, mode=0o644), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -43,7 +145,7 @@ def append_lines(path: Path, records: Iterable[Any]) -> None:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if not text:
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode=0o644)
     try:
         # A crash can leave half a line at the end; a newline first keeps the next record whole.
         if _ends_torn(path):
@@ -55,11 +157,13 @@ def append_lines(path: Path, records: Iterable[Any]) -> None:
         os.close(descriptor)
 
 
-def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+def read_lines(
+    path: Path, *, offset: int = 0, below: Path | None = None
+) -> Iterator[tuple[Any, int]]:
     """Yield ``(record, offset after it)`` for each whole line; half lines are left for later."""
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = open_to_read(path, below=below)
+    except (FileNotFoundError, NotADirectoryError):
         return
     with file:
         file.seek(offset)
@@ -70,7 +174,7 @@ def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
             if line.strip():
                 try:
                     record = json.loads(line)
-                except ValueError:  # the torn line of a crash, closed by the next writer
+                except (ValueError, RecursionError):  # a torn line, closed by the next writer
                     continue
                 yield record, offset
 
@@ -78,7 +182,7 @@ def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
 def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
     """The last whole record of a log; none where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             file.seek(0, 2)
             file.seek(max(file.tell() - tail_bytes, 0))
             lines = file.read().split(b"\n")
@@ -87,13 +191,13 @@ def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
     for line in reversed(lines[:-1]):  # what follows the last line's end is torn
         try:
             return json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return None
 
 
 def _ends_torn(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
         file.seek(-1, os.SEEK_END)

@@ -168,6 +168,10 @@ class Executor(Protocol):
         """How it stands. What changed since the last look is added to the run's happenings."""
         ...
 
+    def observe(self, run: RunStore) -> RunStatus:
+        """How it stands, as ``status``, for somebody who only reads: changes nothing anywhere."""
+        ...
+
     def logs(self, run: RunStore) -> tuple[str, ...]:
         """Files with what its processes printed, the lead's first."""
         ...

@@ -166,12 +166,12 @@ class LeasedExecutor(ABC):
         """As ``Executor.status``."""
         with record_lock(run):
             record, statuses, _ = self._look_again(run)
-        group = read_worker_group(run)
-        workers = count_workers(group) if group else 0
-        is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
-        return RunStatus(
-            leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
-        )
+        return _run_status(run, record, statuses)
+
+    def observe(self, run: RunStore) -> RunStatus:
+        """As ``Executor.observe``."""
+        record = known_record(run)
+        return _run_status(run, record, self._statuses(record, self.look(run, record)))
 
     def logs(self, run: RunStore) -> tuple[str, ...]:
         """As ``Executor.logs``."""
@@ -211,7 +211,7 @@ class LeasedExecutor(ABC):
             if record.find(name) is None and result.state is not LeaseState.GONE
         ]
         # Strangers are of an earlier life, or were asked for by somebody who was killed.
-        statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
+        statuses = self._statuses(record, seen)
         ended = strangers + _find_laggards(record, seen)
         if _is_headless(run, statuses):
             left = (seen.get(status.lease.name) for status in statuses)
@@ -233,6 +233,11 @@ class LeasedExecutor(ABC):
         left = [result.handle for result in seen.values() if result.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
+
+    def _statuses(
+        self, record: LeaseRecord, seen: Mapping[str, ObservedLeases]
+    ) -> list[LeaseStatus]:
+        return [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
 
     @staticmethod
     def _status_of(lease: Lease, seen: ObservedLeases | None) -> LeaseStatus:
@@ -277,6 +282,15 @@ class LeasedExecutor(ABC):
         if after != record:
             write_record(run, after)
         return after
+
+
+def _run_status(run: RunStore, record: LeaseRecord, statuses: Sequence[LeaseStatus]) -> RunStatus:
+    group = read_worker_group(run)
+    workers = count_workers(group) if group else 0
+    is_alive = any(status.state is not LeaseState.GONE for status in statuses)
+    return RunStatus(
+        leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
+    )
 
 
 def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:

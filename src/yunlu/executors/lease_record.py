@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.files import open_regular
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Placement
 from yunlu.runs.run_store import Claim, Document, Log
@@ -158,7 +159,7 @@ def record_lock(run: RunStore) -> Generator[None]:
 @contextmanager
 def locked(path: Path) -> Generator[None]:
     """Hold a file's lock, waiting for it; the system frees it if we die."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

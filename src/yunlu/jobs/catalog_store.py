@@ -10,6 +10,7 @@ import csv
 import fcntl
 import io
 import json
+import os
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from yunlu.core.errors import did_you_mean
-from yunlu.core.files import write_atomically
+from yunlu.core.files import open_regular, read_regular, write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import MIB, PRECISIONS
@@ -62,7 +63,7 @@ def read_added() -> Additions:
     path = home() / "own.json"
     if not path.exists():
         return Additions()
-    return read_additions(json.loads(path.read_text("utf-8")), where=str(path))
+    return read_additions(json.loads(read_regular(path)), where=str(path))
 
 
 def read_file(path: Path) -> Additions:
@@ -228,7 +229,7 @@ def _locked() -> Generator[Path]:
         index.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CatalogError(f"{index} cannot be made: {error.strerror}") from error
-    with (index / ".lock").open("w") as file:
+    with os.fdopen(open_regular(index / ".lock", os.O_RDWR | os.O_CREAT), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield index
 

@@ -8,7 +8,15 @@ import shutil
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.files import (
+    append_lines,
+    check_directory,
+    open_regular,
+    open_to_read,
+    read_lines,
+    write_atomically,
+)
+from yunlu.core.users import name_if_foreign
 from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
 
 if TYPE_CHECKING:
@@ -40,10 +48,18 @@ class DirectoryRunStore(RunStore):
         """As ``RunStore.location``."""
         return str(self.path / name)
 
-    def stat(self, name: str) -> ItemStat | None:
-        """As ``RunStore.stat``."""
+    @property
+    def foreign_owner(self) -> str | None:
+        """As ``RunStore.foreign_owner``."""
         try:
-            stat = (self.path / name).stat()
+            return name_if_foreign(self.path.stat().st_uid)
+        except OSError:  # not there, or not for us to look at: whoever reads it says so
+            return None
+
+    def stat(self, name: str) -> ItemStat | None:
+        """As ``RunStore.stat``; of a link, what is known of the link itself."""
+        try:
+            stat = (self.path / name).lstat() if name else self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         return ItemStat(
@@ -55,7 +71,7 @@ class DirectoryRunStore(RunStore):
     def read(self, name: str, *, offset: int = 0) -> bytes | None:
         """As ``RunStore.read``."""
         try:
-            with (self.path / name).open("rb") as file:
+            with open_to_read(self.path / name, below=self.path) as file:
                 if offset < 0:
                     offset = max(0, file.seek(0, os.SEEK_END) + offset)
                 file.seek(offset)
@@ -67,9 +83,7 @@ class DirectoryRunStore(RunStore):
         self, name: str, content: str | bytes, *, durable: bool = True, private: bool = False
     ) -> None:
         """As ``RunStore.write``."""
-        path = self.path / name
-        if "/" in name:
-            path.parent.mkdir(exist_ok=True)
+        path = self._ready(name)
         if durable and not private:
             write_atomically(path, content)
             return
@@ -90,13 +104,14 @@ class DirectoryRunStore(RunStore):
     def remove(self, name: str) -> None:
         """As ``RunStore.remove``."""
         path = self.path / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
     def names(self, area: str) -> list[str]:
         """As ``RunStore.names``."""
+        check_directory(self.path / area, below=self.path)
         try:
             return sorted(
                 path.name for path in (self.path / area).iterdir() if not path.name.startswith(".")
@@ -110,7 +125,7 @@ class DirectoryRunStore(RunStore):
 
     def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
         """As ``RunStore.read_log``."""
-        yield from read_lines(self.path / log, offset=offset)
+        yield from read_lines(self.path / log, offset=offset, below=self.path)
 
     @contextmanager
     def claim(
@@ -118,7 +133,7 @@ class DirectoryRunStore(RunStore):
     ) -> Generator[_HeldLock]:
         """As ``RunStore.claim``: a lock on a file, which the system frees if the process dies."""
         if passed_on is None:
-            descriptor = os.open(self.path / claim, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_regular(self.path / claim, os.O_RDWR | os.O_CREAT)
         else:
             descriptor = int(passed_on)
         with os.fdopen(descriptor, "w") as file:
@@ -151,10 +166,16 @@ class DirectoryRunStore(RunStore):
 
     def open_text_log(self, name: str) -> IO[bytes]:
         """As ``LocalRunStore.open_text_log``."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return os.fdopen(open_regular(self._ready(name), flags, below=self.path), "ab")
+
+    def _ready(self, name: str) -> Path:
+        """Path of an item that is about to be written; its area is there."""
         path = self.path / name
         if "/" in name:
+            check_directory(path.parent, below=self.path)
             path.parent.mkdir(exist_ok=True)
-        return path.open("ab")
+        return path
 
 
 class _HeldLock:

@@ -125,6 +125,11 @@ class RunStore(Protocol):
         """Text with which another process opens the run: ``open_run(address)``."""
         ...
 
+    @property
+    def foreign_owner(self) -> str | None:
+        """User that the run belongs to, if that is not ours: then it is only read, as data."""
+        return None
+
     def location(self, name: str) -> str:
         """Path or URL of an item, for people and for libraries that open it by themselves."""
         ...
@@ -233,6 +238,16 @@ def require_local(run: RunStore) -> LocalRunStore:
         f"{run.id} is stored in {run.address}, which is no directory of this machine",
         hint="use a machine that mounts the home of the run",
     )
+
+
+def require_own(run: RunStore) -> None:
+    """Refuse to act on a run of another user: what its files name, we would do in our own name."""
+    owner = run.foreign_owner
+    if owner is not None:
+        raise StoreError(
+            f"{run.id} in {run.address} belongs to {owner}: it can be read, not changed",
+            hint=f"do this as {owner}; if its files are yours: export YUNLU_TRUSTED_USERS={owner}",
+        )
 
 
 def last_record(run: RunStore, log: Log) -> Any:

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.files import open_regular, open_to_read
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import lifecycle
@@ -39,7 +40,7 @@ def find_service(home: Path) -> ServiceRecord | None:
     if not pool_store.lock.exists() or _is_free(pool_store.lock):
         return None
     try:
-        return ServiceRecord.model_validate_json(pool_store.service.read_bytes())
+        return pool_store.read_service()
     except (OSError, ValueError):
         return ServiceRecord(pid=0, process_started_at=0.0, host=socket.gethostname(), began_at=0.0)
 
@@ -64,7 +65,8 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
     try:
         pool_store.write_settings(settings)
         pool_store.view.unlink(missing_ok=True)
-        with pool_store.log.open("ab") as log:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_regular(pool_store.log, flags), "ab") as log:
             told_before = log.tell()
             child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*PROGRAM, str(home)],
@@ -134,7 +136,7 @@ def _end(found: ServiceRecord) -> None:
 
 
 def _is_free(lock: Path) -> bool:
-    with lock.open("r") as file:
+    with open_to_read(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

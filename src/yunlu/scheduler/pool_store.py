@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.files import append_lines, open_regular, read_lines, read_regular, write_atomically
 from yunlu.core.value import Value
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PoolStore:
     def read_settings(self) -> PoolSettings | None:
         """How the pool was last brought up; none where it never was."""
         try:
-            return PoolSettings.model_validate_json(self.settings.read_bytes())
+            return PoolSettings.model_validate_json(self._read(self.settings))
         except FileNotFoundError:
             return None
         except ValidationError as error:
@@ -106,7 +106,9 @@ class PoolStore:
             start = 0
             with suppress(OSError):
                 start = max(0, path.stat().st_size - _TAIL_BYTES)
-            for line, _ in read_lines(path, offset=start):  # the first may be half a line
+            for line, _ in read_lines(
+                path, offset=start, below=self.path.parent
+            ):  # the first may be half a line
                 if isinstance(line, dict) and run_id in {None, line.get("run")}:
                     yield line
 
@@ -118,7 +120,7 @@ class PoolStore:
     def read_view(self) -> dict[str, Any] | None:
         """What it looked like at the last look; none where there was none."""
         try:
-            result = json.loads(self.view.read_bytes())
+            result = json.loads(self._read(self.view))
         except (OSError, ValueError):
             return None
         return result if isinstance(result, dict) else None
@@ -126,7 +128,7 @@ class PoolStore:
     def read_teams(self) -> dict[str, float]:
         """Device-seconds that each team has used lately."""
         try:
-            result = json.loads(self.teams.read_bytes())
+            result = json.loads(self._read(self.teams))
             return {str(team): float(used) for team, used in result.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
@@ -136,11 +138,21 @@ class PoolStore:
         with suppress(OSError):
             self._replace(self.teams, json.dumps(used_device_s))
 
+    def read_service(self) -> ServiceRecord:
+        """The process that runs the pool, or ran it last."""
+        return ServiceRecord.model_validate_json(self._read(self.service))
+
+    def _read(self, path: Path) -> bytes:
+        return read_regular(path, below=self.path.parent)
+
     def _replace(self, path: Path, text: str) -> None:
         """Atomic for readers, and not flushed: it is derived."""
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            aside.write_text(text)
+            aside.unlink(missing_ok=True)
+            created = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with os.fdopen(open_regular(aside, created, below=self.path.parent), "w") as file:
+                file.write(text)
             aside.replace(path)
         except BaseException:
             aside.unlink(missing_ok=True)

@@ -22,7 +22,8 @@ from typing import IO, TYPE_CHECKING
 import psutil
 
 from yunlu.core.errors import YunluError
-from yunlu.core.files import write_atomically
+from yunlu.core.files import open_regular, write_atomically
+from yunlu.executors.known_addresses import require_known
 from yunlu.executors.registry import open_executor
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.loop import Scheduler
@@ -64,6 +65,7 @@ def main() -> int:
 def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
     """Turn the loop until told to end; the runs go on without us."""
     settings = pool_store.read_settings() or PoolSettings()
+    require_known(settings.executor, named_by=f"the pool of {home}")
     executor = open_executor(settings.executor)
     executor.nodes()  # a cluster that is not there is told to whoever brings the pool up
     able = executor.capabilities()
@@ -103,7 +105,7 @@ def only_service(home: Path) -> Generator[PoolStore]:
     """Hold the home's lock: two of us would give the same devices away twice."""
     pool_store = PoolStore(home)
     pool_store.path.mkdir(parents=True, exist_ok=True)
-    with pool_store.lock.open("w") as file:
+    with os.fdopen(open_regular(pool_store.lock, os.O_RDWR | os.O_CREAT), "w") as file:
         _lock(file)
         record = ServiceRecord(
             pid=os.getpid(),

@@ -173,10 +173,28 @@ def read_lines(
             offset += len(line)
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = load_json(line)
                 except (ValueError, RecursionError):  # a torn line, closed by the next writer
                     continue
                 yield record, offset
+
+
+def load_json(data: bytes) -> Any:
+    """A JSON value; lone surrogates, which no encoding has, become question marks."""
+    value = json.loads(data)
+    return _without_surrogates(value) if b"\\ud" in data.lower() else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [_without_surrogates(item) for item in items]
+    if isinstance(value, dict):
+        fields: dict[str, Any] = value
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in fields.items()}
+    return value
 
 
 def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
@@ -190,7 +208,7 @@ def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
         return None
     for line in reversed(lines[:-1]):  # what follows the last line's end is torn
         try:
-            return json.loads(line)
+            return load_json(line)
         except (ValueError, RecursionError):
             continue
     return None

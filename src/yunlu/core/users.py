@@ -27,6 +27,11 @@ def name_if_foreign(uid: int) -> str | None:
 def require_private(path: Path) -> None:
     """Refuse a file or directory that another user owns, or that others can write."""
     found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise StoreError(
+            f"{path} is a symbolic link, so what it says is not followed",
+            hint="put the file or directory itself there",
+        )
     owner = name_if_foreign(found.st_uid)
     if owner is not None:
         raise StoreError(

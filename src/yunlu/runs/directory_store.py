@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -22,6 +23,9 @@ from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
+
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class DirectoryRunStore(RunStore):
@@ -60,8 +64,12 @@ class DirectoryRunStore(RunStore):
         """As ``RunStore.stat``; of a link, what is known of the link itself."""
         try:
             stat = (self.path / name).lstat() if name else self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        except ValueError:  # a name that no file can have, from an event that somebody else wrote
             return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
         return ItemStat(
             size=stat.st_size,
             modified_at=stat.st_mtime,

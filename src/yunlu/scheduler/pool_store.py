@@ -121,7 +121,7 @@ class PoolStore:
         """What it looked like at the last look; none where there was none."""
         try:
             result = json.loads(self._read(self.view))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return result if isinstance(result, dict) else None
 
@@ -130,7 +130,7 @@ class PoolStore:
         try:
             result = json.loads(self._read(self.teams))
             return {str(team): float(used) for team, used in result.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             return {}
 
     def write_teams(self, used_device_s: dict[str, float]) -> None:

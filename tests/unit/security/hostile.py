@@ -114,7 +114,7 @@ def hostile_events(text: str) -> list[dict[str, Any]]:
     kinds = get_args(KnownEvent)
     plan = json.loads(sample_plan().model_dump_json())
     plan |= {
-        "device": text,
+        "stopping_metric": text,
         "best_metric": text,
         "choices": [{"name": text, "value": text, "reason": text}],
     }

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.unit.security.hostile import ALL, PAYLOADS, SURROGATE, make_hostile_run, steering
+from tests.unit.security.hostile import (
+    ALL,
+    PAYLOADS,
+    SURROGATE,
+    hostile_events,
+    make_hostile_run,
+    steering,
+)
 from yunlu.cli.main import main
 from yunlu.core.errors import DataError
+from yunlu.jobs.follow import MetricRecord
 from yunlu.render.terminal.console import TerminalConsole
+from yunlu.render.terminal.run_display import JsonDisplay, LiveDisplay, PlainDisplay
+from yunlu.runs.events import UnknownEvent, parse_event
 
 RUN = "evil-000000"
 READING = {
@@ -21,11 +33,10 @@ READING = {
     "logs of a rank": ["logs", RUN, "--rank", "1"],
     "logs of a worker": ["logs", RUN, "--worker", "0"],
     "report": ["report", RUN],
-    "pool": ["pool"],
+    "pool": ["pool", "--once"],
     "pool why": ["pool", "why", RUN],
     "study": ["study"],
     "resume": ["resume", RUN],
-    "pause": ["pause", RUN],
     "resize": ["resize", RUN, "--devices", "2"],
     "finetune": ["finetune", RUN, "job.yaml"],
     "debug": ["logs", RUN, "--rank", "9", "--debug"],
@@ -86,9 +97,9 @@ def test_lone_surrogates_end_no_verb(
 ) -> None:
     path = make_hostile_run(own_home, "fine")
     job = json.loads((path / "job.json").read_text())
-    (path / "events.jsonl").open("a").write(
-        json.dumps({"v": 1, "kind": "warning", "at": 2.0, "message": SURROGATE}) + "\n"
-    )
+    event = {"v": 1, "kind": "warning", "at": 2.0, "message": SURROGATE}
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
     (path / "job.json").write_text(json.dumps(job | {"note": SURROGATE}))
     assert steering(printed([verb] if verb == "ps" else [verb, RUN], capsys)) == set()
 
@@ -108,12 +119,12 @@ def test_a_hostile_name_of_a_run_is_refused_in_harmless_words(
 def test_names_of_directories_are_shown_harmlessly(
     own_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["a\x1b]0;x\x07-000000", "b[link=evil]-000000", "c[/x]-000000", "d\u202e-000000"]
+    names = ["a\x1b]0;x\x07-000000", "b[link=evil]-000000", "c[bold]-000000", "d\u202e-000000"]
     for name in names:
         make_hostile_run(own_home, "fine", name=name)
     text = printed(["ps"], capsys)
     assert "b[link=evil]-000000" in text
-    assert "c[/x]-000000" in text
+    assert "c[bold]-000000" in text
     assert steering(text) == set()
 
 
@@ -160,6 +171,24 @@ def test_colours_of_a_log_stay_but_its_links_and_moves_go(
     assert "\x1b[31mred" in text
     assert steering(text) == set()
     assert "evil.example" not in text
+
+
+@pytest.mark.parametrize("display", [LiveDisplay, PlainDisplay, JsonDisplay])
+def test_the_display_of_a_training_run_is_not_steered(display: type) -> None:
+    out = io.StringIO()
+    console = TerminalConsole(file=out, width=200, force_terminal=display is LiveDisplay)
+    shown = JsonDisplay(RUN, out) if display is JsonDisplay else display(console)
+    for record in hostile_events(ALL):
+        event = parse_event(record)
+        assert event is not None
+        assert not isinstance(event, UnknownEvent), event.problem
+        shown.show(event)
+    metrics = {"step": 1, "at": 2.0, "loss": 1.0, ALL: 1.0}
+    shown.show(MetricRecord(record=metrics))
+    shown.close()
+    text = re.sub(r"\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r", "", out.getvalue())  # moves of Rich
+    assert text
+    assert steering(text) == set()
 
 
 def test_strings_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,23 @@ def test_who_is_queued_again_after_the_run_was_stopped_is_called_off() -> None:
         assert not books.status(run).is_alive
 
 
+def test_who_only_observes_a_copy_of_a_run_ends_nothing_of_the_run() -> None:
+    with new_run() as run:
+        books = Books()
+        books.start(run, Placement((("a", 2),)))
+        copied = run.read(Document.LEASES)
+        assert copied is not None
+        books.resize(run, Placement((("a", 2), ("b", 1))))
+        books.turn(run)
+        run.write(Document.LEASES, copied)  # a copy of the run does not know of b
+        before = dict(books.jobs)
+        assert shares(books.observe(run).held) == {"a": 2}
+        assert books.jobs == before
+        assert run.read(Document.LEASES) == copied
+        books.status(run)  # whoever acts ends what is in nobody's record
+        assert books.jobs != before
+
+
 @pytest.mark.parametrize("method", ["asynchronous", "all-reduce"])
 def test_only_asynchronous_workers_are_ended_when_their_lead_is_lost(method: str) -> None:
     with new_run() as run:

@@ -96,6 +96,7 @@ def own_home(
     monkeypatch.setenv("YUNLU_HOME", str(home))
     monkeypatch.setenv("YUNLU_LANG", "en")
     monkeypatch.setenv("YUNLU_CACHE", str(cache))
+    monkeypatch.setenv("YUNLU_CONFIG", str(tmp_path / "config"))
     # Synthetic data are kept between tests and runs: speaking it takes half a minute. Lessons are not.
     synthetic = Path(__file__).parents[1] / ".pytest_cache" / "yunlu" / "synthetic"
     synthetic.mkdir(parents=True, exist_ok=True)

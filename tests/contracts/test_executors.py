@@ -32,7 +32,7 @@ from yunlu.executors.registry import executor_of, open_executor
 from yunlu.hardware.fleet import NOTHING, Placement
 from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import WORKER_LOG, Area, Document, RunStore
+from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -111,6 +111,9 @@ def test_a_run_grows_shrinks_stops_and_goes_on_without_losing_a_sample(
         lifecycle.start(run, on=executor, placement=setup.small)
     await_step(run, 5)
     assert executor.status(run).held == setup.small
+    before = (run.read(Document.LEASES), run.stat(Log.LEASE_EVENTS))
+    assert executor.observe(run).held == setup.small
+    assert (run.read(Document.LEASES), run.stat(Log.LEASE_EVENTS)) == before
 
     if executor.capabilities().resizes_live:
         assert lifecycle.change_placement(run, setup.large).how == "live"

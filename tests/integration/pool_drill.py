@@ -21,6 +21,7 @@ from tests.contracts.executor_setups import (
 )
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
+from yunlu.executors.known_addresses import remember_address
 from yunlu.executors.lease_record import read_record
 from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import lifecycle
@@ -40,6 +41,7 @@ class Drill:
 
     def __init__(self, home: Path, place: Path, settings: PoolSettings) -> None:
         self.home, self.place, self.settings = home, place, settings
+        remember_address(settings.executor)
         self.runs: list[RunStore] = []
         self._doubles: dict[str, frozenset[int]] = {}
         words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]

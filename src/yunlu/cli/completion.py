@@ -9,6 +9,7 @@ from cyclopts.completion.detect import ShellDetectionError
 
 from yunlu.cli.main import build_app
 from yunlu.core.errors import YunluError
+from yunlu.render.terminal.console import print_text
 
 
 def install_completion(
@@ -25,9 +26,9 @@ def install_completion(
     chosen = shell or _running_shell()
     app = build_app()
     path = app.install_completion(shell=chosen, output=output, add_to_startup=output is None)
-    print(f"Wrote {path}.")
+    print_text(f"Wrote {path}.")
     if output is None:
-        print("Open a new shell to use it.")
+        print_text("Open a new shell to use it.")
 
 
 def _running_shell() -> Literal["bash", "zsh", "fish"]:

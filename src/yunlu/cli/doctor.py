@@ -23,11 +23,10 @@ def doctor(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
         findings = client.doctor()
         print_value(findings, indent=2)
     else:
-        from rich.console import Console  # noqa: PLC0415 (slow to import)
-
+        from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
         from yunlu.render.terminal.doctor_page import doctor_page  # noqa: PLC0415
 
-        console = Console(highlight=False)
+        console = TerminalConsole()
         with console.status("measuring this machine ..."):
             findings = client.doctor()
         console.print(doctor_page(findings))

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from yunlu.cli.watching import watch_started
 from yunlu.client.connect import default_client
-from yunlu.render.terminal.page import ACCENT
+from yunlu.render.terminal.page import title_text
 
 
 def finetune(
@@ -40,6 +40,5 @@ def finetune(
     options += [f"devices={devices}"] if devices is not None else []
     client = default_client()
     started = client.finetune(start, job, overrides=(*overrides, *options), detach=detach)
-    about = f"[dim]{started.task}, from[/] {start}"
-    title = f"\n [bold {ACCENT}]云炉[/]  [bold]{started.id}[/]  {about}\n"
+    title = title_text(started.id, f"{started.task}, from").append(f" {start}\n")
     return watch_started(client, started, title=title, json=json, detach=detach)

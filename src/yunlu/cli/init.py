@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import JobError
 from yunlu.core.files import write_atomically
+from yunlu.render.terminal.console import print_text
 
 
 def init(
@@ -39,6 +40,6 @@ def init(
         write_atomically(output, text, private=False)
     except OSError as error:
         raise JobError(f"Cannot write {output}: {error.strerror}.") from error
-    print(f"Wrote {output}. Next: yunlu train {output}")
+    print_text(f"Wrote {output}. Next: yunlu train {output}")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", data) and not Path(data).exists():
-        print(f"Note: {data} does not exist yet.")
+        print_text(f"Note: {data} does not exist yet.")

@@ -6,6 +6,7 @@ from pathlib import Path  # noqa: TC003 (the command line is read from it)
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.text import Text
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import StoreError
@@ -43,7 +44,8 @@ def join(
         raise StoreError("the run's token is missing", hint="give --token-file or --token")
     client = default_client()
     target = client.find_group(host, int(port), token, name=name)
-    make_console().print(f"[bold]{target.node}[/] lends {devices} to {target.run}")
+    line = Text.assemble((target.node, "bold"), f" lends {devices} to {target.run}")
+    make_console().print(line)
     return client.join(target, devices=devices)
 
 

@@ -12,12 +12,12 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError, UnusedCliTokensError
-from rich.console import Console
 from rich.text import Text
 
 from yunlu import __version__
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.secrets import mask
+from yunlu.render.terminal.console import TerminalConsole, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,11 +142,11 @@ def _show_default(value: Any) -> str | None:
 
 def _fail(code: int, message: str, *, hint: str | None, debug: bool) -> int:
     if debug:
-        sys.stderr.write(mask(traceback.format_exc()))
+        print_note(mask(traceback.format_exc()).rstrip())
     text = Text.assemble(("error: ", "bold red"), (message, "red"))
     if hint:
         text.append_text(Text.assemble(("\n  → ", "dim"), hint))
-    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+    TerminalConsole(stderr=True).print(text, soft_wrap=True)
     return code
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console, print_json, state_text
 
@@ -15,7 +17,7 @@ def pause(run: str = "last", /, *, json: bool = False) -> int:
     """
     client, console = default_client(), make_console()
     run_id = client.run(run).id
-    with console.status(f"pausing {run_id}: saving a checkpoint"):
+    with console.status(Text(f"pausing {run_id}: saving a checkpoint")):
         paused = client.pause(run_id)
     if json:
         print_json({"run": paused.id, "state": paused.state, "step": paused.step})

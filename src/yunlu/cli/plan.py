@@ -11,7 +11,8 @@ from cyclopts import Parameter
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import JobError
-from yunlu.render.terminal.page import make_console, print_json
+from yunlu.render.terminal.console import print_text
+from yunlu.render.terminal.page import make_console, print_json, print_json_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,7 +139,7 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
 
         write_plan_plot(outlook, plot, title=job.name or job.task)
     if json:
-        print(options.to_json())
+        print_json_text(options.to_json())
         return 1 if options.problems else 0
     from yunlu.render.terminal.plan_options import notes_block, options_table  # noqa: PLC0415
 
@@ -149,7 +150,7 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
         console.print(f"\n{indent(options.explain(), ' ')}", soft_wrap=True, markup=False)
     console.print(notes_block(options, took_s=outlook.computed_s))
     if plot is not None:
-        print(f" picture in {plot}")
+        print_text(f" picture in {plot}")
     return 1 if options.problems else 0
 
 
@@ -167,7 +168,7 @@ def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:
         make_console().print(comparison_table(titles, [options.best for options in plans]))
         for title, options in zip(titles, plans, strict=True):
             for problem in options.problems:
-                print(f" {title}: {problem}")
+                print_text(f" {title}: {problem}")
     return 1 if any(options.problems for options in plans) else 0
 
 
@@ -189,7 +190,7 @@ def _predict(files: tuple[str, ...], *, json: bool) -> int:
 def _measure(job: Job, *, json: bool) -> int:
     client = default_client()
     if json:
-        print(client.measure(job).model_dump_json(indent=2))
+        print_json_text(client.measure(job).model_dump_json(indent=2))
         return 0
     from yunlu.render.terminal.event_lines import plan_block  # noqa: PLC0415 (slow to import)
     from yunlu.render.terminal.measure_progress import measure_progress  # noqa: PLC0415

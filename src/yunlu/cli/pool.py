@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
+from rich.text import Text
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import StoreError
@@ -226,7 +227,8 @@ def change(
         return 0
     from yunlu.render.terminal.pool_tables import terms_line  # noqa: PLC0415 (slow to import)
 
-    make_console().print(f"[bold]{run_id}[/]: {terms_line(entry, now=time.time())}")
+    terms = terms_line(entry, now=time.time())
+    make_console().print(Text.assemble((run_id, "bold"), f": {terms}"))
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console, print_json
 
@@ -20,5 +22,5 @@ def priority(run: str, number: int, /, *, json: bool = False) -> int:
     if json:
         print_json({"run": run_id, "priority": entry.priority})
         return 0
-    make_console().print(f"[bold]{run_id}[/]: priority {entry.priority}")
+    make_console().print(Text.assemble((run_id, "bold"), f": priority {entry.priority}"))
     return 0

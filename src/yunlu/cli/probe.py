@@ -42,12 +42,11 @@ def probe(
             what = f"{runs} and every probe" if all_ else f"deleted {runs}"
             console.print(f" {dropped.forgotten} {what} forgotten")
         return 0
-    from rich.console import Console  # noqa: PLC0415 (slow to import)
-
+    from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
     from yunlu.render.terminal.probe_page import probe_page, probe_progress  # noqa: PLC0415
 
     # Standard output carries the answer alone: it may go to a file or a pipe.
-    with probe_progress(Console(stderr=True, highlight=False)) as on_progress:
+    with probe_progress(TerminalConsole(stderr=True)) as on_progress:
         result = client.probe(show=show, afresh=afresh, on_progress=on_progress)
     if json_:
         print_value(result, indent=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from yunlu.client.connect import default_client
+from yunlu.render.terminal.console import print_note
 from yunlu.render.terminal.page import indented, make_console, print_value
 
 _FEW = 20
@@ -25,14 +26,21 @@ def ps(
     if json:
         for run in listed.runs:
             print_value(run)
+        for name, problem in listed.problems.items():
+            print_note(f"{name} cannot be read: {problem}")
         return 0
     console = make_console()
-    if not listed.runs:
-        console.print(f"no runs in {listed.home}; start one: yunlu train JOB")
-        return 0
-    from yunlu.render.terminal.run_table import run_table  # noqa: PLC0415 (slow to import)
+    if listed.runs:
+        from yunlu.render.terminal.run_table import run_table  # noqa: PLC0415 (slow to import)
 
-    console.print(indented(run_table(listed.runs, now=time.time())))
+        console.print(indented(run_table(listed.runs, now=time.time())))
+    elif not listed.problems:
+        console.print(f"no runs in {listed.home}; start one: yunlu train JOB")
     if listed.older:
         console.print(f" {listed.older} older: yunlu ps --all", style="dim")
+    for run in listed.runs:
+        if run.caution:
+            console.print(f" {run.id}: {run.caution}", style="yellow", soft_wrap=True)
+    for name, problem in listed.problems.items():
+        console.print(f" {name} cannot be read: {problem}", style="red", soft_wrap=True)
     return 0

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from yunlu.client.connect import default_client
 from yunlu.core.errors import StoreError
 from yunlu.core.files import write_atomically
+from yunlu.render.terminal.page import print_json_text
 
 if TYPE_CHECKING:
     from yunlu.jobs.report_model import ReportPage
@@ -37,15 +38,23 @@ def report(
     if html is not None:
         _write_page(page, html.expanduser())
     if json_:
-        print(written.model_dump_json())
+        print_json_text(written.model_dump_json())
     else:
-        from rich.console import Console  # noqa: PLC0415 (slow to import)
-
+        from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
         from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
 
-        print_summary(written, Console(highlight=False))
+        print_summary(written, TerminalConsole())
     if open_:
-        webbrowser.open(Path(page.location).absolute().as_uri())
+        webbrowser.open(_find_file(page, html).absolute().as_uri())
+
+
+def _find_file(page: ReportPage, html: Path | None) -> Path:
+    if html is None and not page.location:
+        raise StoreError(
+            "The run belongs to another user, so its page was not written there.",
+            hint="Say where to write it: --html FILE",
+        )
+    return html.expanduser() if html is not None else Path(page.location)
 
 
 def _write_page(page: ReportPage, target: Path) -> None:
@@ -54,5 +63,5 @@ def _write_page(page: ReportPage, target: Path) -> None:
     except OSError as error:
         raise StoreError(
             f"The page cannot be written to {target}: {error.strerror or error}.",
-            hint=f"It is in {page.location}.",
+            hint=f"It is in {page.location}." if page.location else None,
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console
 
@@ -16,5 +18,6 @@ def resize(run: str = "last", /, *, devices: int) -> int:
     client = default_client()
     run_id = client.run(run).id
     resized = client.resize(run_id, devices=devices)
-    make_console().print(f"[bold]{run_id}[/]: {resized.text}, as [bold]{resized.layout}[/]")
+    line = Text.assemble((run_id, "bold"), f": {resized.text}, as ", (resized.layout, "bold"))
+    make_console().print(line)
     return 0

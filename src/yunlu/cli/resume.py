@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from yunlu.cli.watching import watch_started
 from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console, print_json
@@ -24,11 +26,14 @@ def resume(
     client = default_client()
     started = client.resume(run, detach=detach)
     if not started.is_queued:
-        title = "" if started.is_launched else f"\n resuming    [bold]{started.id}[/]"
+        title = (
+            "" if started.is_launched else Text.assemble("\n resuming    ", (started.id, "bold"))
+        )
         return watch_started(client, started, title=title, json=json, detach=detach)
     if json:
         print_json({"run": started.id, "dir": started.dir, "queued": True})
     else:
-        text = f"\n queued again  [bold]{started.id}[/]; yunlu pool shows when it continues"
+        then = "; yunlu pool shows when it continues"
+        text = Text.assemble("\n queued again  ", (started.id, "bold"), then)
         make_console().print(text)
     return 0

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
+from yunlu.render.terminal.console import print_text
 
 
 def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> None:
@@ -26,4 +27,4 @@ def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> N
         write_atomically(output, f"{text}\n", private=False)
     except OSError as error:
         raise YunluError(f"Cannot write {output}: {error.strerror}.") from error
-    print(f"Wrote {output}.")
+    print_text(f"Wrote {output}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from yunlu.client.connect import default_client
 from yunlu.render.terminal.page import make_console, print_json, state_text
 
@@ -25,7 +27,7 @@ def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
         console.print(state_text(before.state), f" {before.id} has ended: nothing to stop")
         return 0
     doing = "ending it" if now else "saving a checkpoint"
-    with console.status(f"stopping {before.id}: {doing}"):
+    with console.status(Text(f"stopping {before.id}: {doing}")):
         stopped = client.stop(before.id, now=now)
     again = f"; yunlu resume {stopped.id} continues it" if stopped.state.can_resume else ""
     step = f" at step {stopped.step}" if stopped.step else ""

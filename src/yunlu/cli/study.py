@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Group, Parameter
+from rich.text import Text
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import error_of_code
@@ -142,7 +143,7 @@ def stop(name: str = "last", /) -> int:
         name: Its name, or: last.
     """
     console = make_console()
-    with console.status(f"stopping {name}: its trials save and hold"):
+    with console.status(Text(f"stopping {name}: its trials save and hold")):
         stopped = default_client().stop_study(name)
     if not stopped.was_running:
         console.print(f" {stopped.name} is not running: no process runs it")
@@ -150,5 +151,5 @@ def stop(name: str = "last", /) -> int:
             console.print(f" its trial still runs: yunlu stop {run}", style="yellow")
         return 0
     again = f"yunlu tune --resume {stopped.name} resumes it"
-    console.print(f" [yellow]■ stopped[/]  {stopped.name}; {again}")
+    console.print(Text.assemble((" ■ stopped", "yellow"), f"  {stopped.name}; {again}"))
     return 0

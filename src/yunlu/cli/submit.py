@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from yunlu.client.connect import default_client
-from yunlu.render.terminal.page import ACCENT, make_console, print_json
+from yunlu.render.terminal.page import make_console, print_json, title_text
 
 Number = Annotated[int | None, Parameter(show_default=False)]
 
@@ -60,7 +60,7 @@ def submit(
         return 0
     console = make_console()
     size = f"{queued.least}" if queued.is_rigid else f"{queued.least} or more"
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{queued.run}[/]  [dim]queued, on {size}[/]")
+    console.print(title_text(queued.run, f"queued, on {size}"))
     if not queued.pool_is_up:
         console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,8 @@ from rich.text import Text
 from yunlu.cli.watching import STOPPED_CODE, counted_signals
 from yunlu.client.connect import default_client
 from yunlu.core.errors import JobError, error_of_code
-from yunlu.render.terminal.page import ACCENT, make_console, print_json
+from yunlu.render.terminal.console import print_note
+from yunlu.render.terminal.page import make_console, print_json, title_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -194,7 +194,7 @@ def _print_head(console: Console, start: StudyStart) -> None:
 def _print_title(console: Console, name: str, dimensions: int, devices: int) -> None:
     counts = {"dimension": dimensions, "device": devices}
     about = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-    console.print(f"\n [bold {ACCENT}]云炉[/]  [bold]{name}[/]  [dim]{about}[/]\n")
+    console.print(title_text(name, about).append("\n"))
 
 
 def _open_display(console: Console, start: StudyStart, *, json: bool) -> StudyDisplay:
@@ -224,7 +224,7 @@ def _conclude(result: StudyResult, console: Console | None, *, is_interrupted: b
     if view.state == "stopped":
         text = f"{view.name} is stopped; resume with: yunlu tune --resume {view.name}"
         if console is None:
-            sys.stderr.write(f"{text}\n")
+            print_note(text)
         else:
             console.print(Text(f"\n {text}", style="yellow"))
         return STOPPED_CODE if is_interrupted else 0

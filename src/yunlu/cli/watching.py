@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError, YunluError
-from yunlu.render.terminal.page import ACCENT, make_console, print_json
+from yunlu.render.terminal.page import make_console, print_json, title_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from rich.console import Console
+    from rich.text import Text
 
     from yunlu.client.protocol import Client
     from yunlu.jobs.run_view import StartedRun
@@ -23,7 +24,7 @@ STOPPED_CODE = 130
 
 
 def watch_started(
-    client: Client, started: StartedRun, *, title: str, json: bool, detach: bool = False
+    client: Client, started: StartedRun, *, title: str | Text, json: bool, detach: bool = False
 ) -> int:
     """Show a run that was started or resumed; the exit code of the command."""
     if started.exit_code is not None:  # a launched rank above 0: rank 0 shows the run
@@ -37,9 +38,9 @@ def watch_started(
     return 0 if started.is_launched and code == STOPPED_CODE else code
 
 
-def run_title(run: str, about: str) -> str:
+def run_title(run: str, about: str) -> Text:
     """First line of a run."""
-    return f"\n [bold {ACCENT}]云炉[/]  [bold]{run}[/]  [dim]{about}[/]\n"
+    return title_text(run, about).append("\n")
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class LocalRuns:
     def find_group(self, host: str, port: int, token: str, *, name: str | None) -> JoinTarget:
         """As ``RunVerbs.find_group``."""
         from yunlu.executors.worker_group import find_run as find_supervised
+        from yunlu.executors.worker_group import node_command
         from yunlu.jobs.run_view import JoinTarget
         from yunlu.runs.worker_group import LOCAL, read_worker_group
 
@@ -131,6 +132,7 @@ class LocalRuns:
                 f"{run.address}, the directory of the run, cannot be read on this machine",
                 hint="share it between the machines, at the same path and for the same user",
             )
+        node_command(run, group)  # refused before anything is promised
         node = name or f"{socket.gethostname()}-{os.getpid()}"
         if node in group.wanted:
             raise StoreError(
@@ -170,17 +172,9 @@ class LocalRuns:
     def ps(self, *, most: int | None = None) -> RunList:
         """As ``RunVerbs.ps``."""
         from yunlu.jobs import lifecycle
-        from yunlu.jobs.run_view import RunList, list_run
-        from yunlu.runs.home import open_run
+        from yunlu.jobs.run_view import list_records
 
-        home, records = lifecycle.home(), lifecycle.list_runs()
-        shown = [
-            record
-            for index, record in enumerate(records)
-            if most is None or index < most or record.state.is_active
-        ]
-        runs = tuple(list_run(open_run(home / record.id), record) for record in shown)
-        return RunList(home=str(home), runs=runs, older=len(records) - len(shown))
+        return list_records(lifecycle.home(), lifecycle.scan_runs(), most=most)
 
     def run(self, run: str) -> ListedRun:
         """As ``RunVerbs.run``."""
@@ -240,17 +234,9 @@ class LocalRuns:
 
     def report_page(self, run: str) -> ReportPage:
         """As ``RunVerbs.report_page``."""
-        from yunlu.jobs.report_model import ReportPage
-        from yunlu.runs.run_store import Document
+        from yunlu.render.run_report.write import find_page
 
-        store = find_run(run)
-        html = store.read(Document.REPORT_PAGE)
-        if html is None:
-            raise StoreError(
-                f"{store.id} has no report yet", hint=f"yunlu report {store.id} writes it"
-            )
-        location = str(store.location(Document.REPORT_PAGE))
-        return ReportPage(location=location, html=html.decode("utf-8"))
+        return find_page(find_run(run))
 
 
 def find_run(run: str) -> RunStore:

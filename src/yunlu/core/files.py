@@ -1,4 +1,4 @@
-"""Atomic file writes and append-only JSON lines."""
+"""Files of runs and homes: regular files only, atomic writes, append-only JSON lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.private_files import open_descriptor, open_private
+from yunlu.core.regular_files import open_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,7 +22,8 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = True) 
     data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open_private(aside, "wb") if private else aside.open("wb") as file:
+        aside.unlink(missing_ok=True)
+        with open_private(aside, "xb") if private else aside.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -60,11 +62,13 @@ def append_lines(path: Path, records: Iterable[Any]) -> None:
         os.close(descriptor)
 
 
-def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+def read_lines(
+    path: Path, *, offset: int = 0, below: Path | None = None
+) -> Iterator[tuple[Any, int]]:
     """Yield ``(record, offset after it)`` for each whole line; half lines are left for later."""
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = open_to_read(path, below=below)
+    except (FileNotFoundError, NotADirectoryError):
         return
     with file:
         file.seek(offset)
@@ -74,14 +78,32 @@ def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
             offset += len(line)
             if line.strip():
                 try:
-                    record = json.loads(line)
-                except ValueError:  # the torn line of a crash, closed by the next writer
+                    record = load_json(line)
+                except (ValueError, RecursionError):  # a torn line, closed by the next writer
                     continue
                 yield record, offset
 
 
+def load_json(data: bytes) -> Any:
+    """A JSON value; lone surrogates, which no encoding has, become question marks."""
+    value = json.loads(data)
+    return _without_surrogates(value) if b"\\ud" in data.lower() else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [_without_surrogates(item) for item in items]
+    if isinstance(value, dict):
+        fields: dict[str, Any] = value
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in fields.items()}
+    return value
+
+
 def _ends_torn(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
         file.seek(-1, os.SEEK_END)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, Any
 
 from yunlu.core.errors import StoreError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from yunlu.core.regular_files import open_regular
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -18,12 +17,9 @@ _OTHERS = 0o077
 _OTHERS_WRITE = 0o022
 
 
-def open_descriptor(path: str | Path, flags: int) -> int:
-    """``os.open`` that creates with mode 0600, and takes the others' rights from an existing file.
-
-    Also the ``opener`` of ``open``.
-    """
-    descriptor = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+def open_descriptor(path: Path, flags: int, *, below: Path | None = None) -> int:
+    """``open_regular`` that creates with mode 0600, and takes the others' rights from an existing file."""
+    descriptor = open_regular(path, flags, below=below, mode=FILE_MODE)
     try:
         if flags & os.O_CREAT:
             _restrict(descriptor, FILE_MODE)
@@ -33,9 +29,14 @@ def open_descriptor(path: str | Path, flags: int) -> int:
     return descriptor
 
 
-def open_private(path: Path, mode: str, **options: Any) -> Any:
-    """``open``, for a file that this creates: 0600."""
-    return open(path, mode, opener=open_descriptor, **options)
+def open_private(path: Path, mode: str, *, below: Path | None = None, **options: Any) -> Any:
+    """``open``, for a regular file that this creates: 0600."""
+    return open(
+        path,
+        mode,
+        opener=lambda name, flags: open_descriptor(Path(name), flags, below=below),
+        **options,
+    )
 
 
 def create_private(path: Path) -> None:

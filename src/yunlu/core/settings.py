@@ -21,6 +21,12 @@ class Settings:
     """Where runs live: ``YUNLU_HOME``, else ``./yunlu-runs``."""
     cache: Path
     """Where made data sets and measurements are kept: ``YUNLU_CACHE``."""
+    config: Path
+    """Where the user's own settings are kept: ``YUNLU_CONFIG``, else ``~/.config/yunlu``."""
+    executors: frozenset[str]
+    """Addresses of the user's clusters, separated by spaces: ``YUNLU_EXECUTORS``."""
+    trusted_users: frozenset[str]
+    """Names or ids of users whose files count as one's own: ``YUNLU_TRUSTED_USERS``, with commas."""
     dollars_per_hour: float | None
     """What this machine costs an hour: ``YUNLU_DOLLARS_PER_HOUR``; prices the plan."""
     language: str
@@ -34,10 +40,14 @@ def read_settings() -> Settings:
     """Read the environment afresh."""
     env = os.environ
     language = env.get("YUNLU_LANG") or env.get("LC_ALL") or env.get("LANG") or "en"
+    config_root = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     cache_root = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Settings(
         home=Path(env.get("YUNLU_HOME") or "yunlu-runs").expanduser().absolute(),
         cache=Path(env.get("YUNLU_CACHE") or cache_root / "yunlu").expanduser().absolute(),
+        config=Path(env.get("YUNLU_CONFIG") or config_root / "yunlu").expanduser().absolute(),
+        executors=frozenset(env.get("YUNLU_EXECUTORS", "").split()),
+        trusted_users=frozenset(env.get("YUNLU_TRUSTED_USERS", "").replace(",", " ").split()),
         dollars_per_hour=_price(env.get("YUNLU_DOLLARS_PER_HOUR")),
         language="zh" if language.lower().startswith("zh") else "en",
         patience=_patience(env.get("YUNLU_PATIENCE")),

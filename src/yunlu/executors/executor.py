@@ -168,6 +168,10 @@ class Executor(Protocol):
         """Status of a run. Changes since the last call are appended to its lease events."""
         ...
 
+    def observe(self, run: RunStore) -> RunStatus:
+        """How it stands, as ``status``, for somebody who only reads: changes nothing anywhere."""
+        ...
+
     def logs(self, run: RunStore) -> tuple[str, ...]:
         """Output files of its processes, the lead's first."""
         ...

@@ -77,7 +77,7 @@ class LeasedExecutor(ABC):
         """Submit one lease; returns its handle. ``lead`` is the handle of the lead, if known."""
 
     @abstractmethod
-    def observe(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
+    def observe_leases(self, run: RunStore, record: LeaseRecord) -> Mapping[str, ObservedLeases]:
         """Every lease of the run that the cluster knows, by name; also those not in the record."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class LeasedExecutor(ABC):
             if now:
                 self._end_all(run, record)
                 return
-            seen = self.observe(run, record)
+            seen = self.observe_leases(run, record)
             waiting = [
                 result.handle for result in seen.values() if result.state is LeaseState.WAITING
             ]
@@ -166,12 +166,12 @@ class LeasedExecutor(ABC):
         """As ``Executor.status``."""
         with record_lock(run):
             record, statuses, _ = self._observe_again(run)
-        group = read_worker_group(run)
-        workers = count_workers(group) if group else 0
-        is_alive = any(one_status.state is not LeaseState.GONE for one_status in statuses)
-        return RunStatus(
-            leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
-        )
+        return _run_status(run, record, statuses)
+
+    def observe(self, run: RunStore) -> RunStatus:
+        """As ``Executor.observe``."""
+        record = known_record(run)
+        return _run_status(run, record, self._statuses(record, self.observe_leases(run, record)))
 
     def logs(self, run: RunStore) -> tuple[str, ...]:
         """As ``Executor.logs``."""
@@ -204,14 +204,14 @@ class LeasedExecutor(ABC):
     ) -> tuple[LeaseRecord, list[LeaseStatus], Mapping[str, ObservedLeases]]:
         """Update the record from the cluster; kill leases that are in neither."""
         record = known_record(run)
-        seen = self.observe(run, record)
+        seen = self.observe_leases(run, record)
         strangers = [
             result.handle
             for name, result in seen.items()
             if record.find(name) is None and result.state is not LeaseState.GONE
         ]
         # Unknown leases are of an earlier attempt, or their submitter was killed.
-        statuses = [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
+        statuses = self._statuses(record, seen)
         ended = strangers + _find_laggards(record, seen)
         if _is_headless(run, statuses):
             left = (seen.get(status.lease.name) for status in statuses)
@@ -229,10 +229,15 @@ class LeasedExecutor(ABC):
             self.notify(running)
 
     def _end_all(self, run: RunStore, record: LeaseRecord) -> None:
-        seen = self.observe(run, record)
+        seen = self.observe_leases(run, record)
         left = [result.handle for result in seen.values() if result.state is not LeaseState.GONE]
         if left:
             self.cancel(left)
+
+    def _statuses(
+        self, record: LeaseRecord, seen: Mapping[str, ObservedLeases]
+    ) -> list[LeaseStatus]:
+        return [self._status_of(lease, seen.get(lease.name)) for lease in record.leases]
 
     @staticmethod
     def _status_of(lease: Lease, seen: ObservedLeases | None) -> LeaseStatus:
@@ -277,6 +282,15 @@ class LeasedExecutor(ABC):
         if after != record:
             write_record(run, after)
         return after
+
+
+def _run_status(run: RunStore, record: LeaseRecord, statuses: Sequence[LeaseStatus]) -> RunStatus:
+    group = read_worker_group(run)
+    workers = count_workers(group) if group else 0
+    is_alive = any(status.state is not LeaseState.GONE for status in statuses)
+    return RunStatus(
+        leases=tuple(statuses), wanted=record.placement, workers=workers if is_alive else 0
+    )
 
 
 def _is_headless(run: RunStore, statuses: Sequence[LeaseStatus]) -> bool:

@@ -34,6 +34,7 @@ from yunlu.executors.lease_record import (
     write_record,
 )
 from yunlu.executors.usage import LeaseUse, UsageMeter, write_use
+from yunlu.executors.worker_group import node_command
 from yunlu.executors.worker_process import (
     is_asynchronous,
     launch_lock,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.runs.run_store import RunStore
+    from yunlu.runs.worker_group import WorkerGroup
 
 AGAIN = 75
 """Exit code (EX_TEMPFAIL) of a preempted lease that is to be started again."""
@@ -78,6 +80,13 @@ def main() -> int:
     args = parser.parse_args()
     make_process_private()
     return LeaseRunner(open_run(args.run), args.lease, with_parent=args.with_parent).hold()
+
+
+def _answers(group: WorkerGroup) -> bool:
+    try:
+        return bool(send_request(group, {"kind": "locate_run"}, timeout_s=5))
+    except StoreError:
+        return False
 
 
 def lead_program(run: RunStore, devices: int) -> tuple[str, ...]:
@@ -162,17 +171,11 @@ class LeaseRunner:
         while self._wanted_lease() is not None:
             group = read_worker_group(self.run)
             # A lease that starts before the lead would plan the run too.
-            has_begun = group is not None and group.generation > 0
-            with suppress(StoreError):
-                if (
-                    group is not None
-                    and has_begun
-                    and send_request(group, {"kind": "locate_run"}, timeout_s=5)
-                ):
-                    taken = lease.name in group.wanted
-                    name = f"{lease.name}-{os.getpid()}" if taken else lease.name
-                    node = (sys.executable, "-m", group.node_module, self.run.address)
-                    return (*node, "--node", name, "--devices", str(lease.devices))
+            if group is not None and group.generation > 0 and _answers(group):
+                taken = lease.name in group.wanted
+                name = f"{lease.name}-{os.getpid()}" if taken else lease.name
+                node = node_command(self.run, group)
+                return (*node, "--node", name, "--devices", str(lease.devices))
             state = read_view(self.run).state
             if state in {RunState.FINISHED, RunState.FAILED}:
                 break

@@ -148,32 +148,41 @@ class LocalExecutor:
     def status(self, run: RunStore) -> RunStatus:
         """As ``Executor.status``."""
         with record_lock(run):
-            record = known_record(run)
-            lease = record.wanted[0]
-            worker = recorded_worker(run)
-            group = read_worker_group(run)
-            is_alive = self._lives(run, worker)
-            if is_alive and group and worker and group.pid == worker.pid and group.target:
-                # The number that the supervisor last accepted, even if the requester could not record it.
-                lease = lease.model_copy(update={"devices": group.target})
-                record = record.change(lease.name, devices=group.target)
-            state = LeaseState.RUNNING if is_alive else LeaseState.GONE
-            reason = "" if is_alive else _last_words(worker, lease)
-            if lease.state != state:
-                append_lease_event(run, lease, state, reason)
-                write_record(run, record.change(lease.name, state=state, reason=reason))
+            record, observed, workers = self._observe(run)
+            lease, is_alive = observed.lease, observed.state is LeaseState.RUNNING
+            if lease.state != observed.state:
+                append_lease_event(run, lease, observed.state, observed.reason)
+                changed = record.change(lease.name, state=observed.state, reason=observed.reason)
+                write_record(run, changed)
         has_outgrown = memory_limits.report_exceeded(run.id) is not None
         if is_alive and has_outgrown:
             # One worker was killed, and its replacement would grow as large: all are stopped.
-            _end(run, worker)
+            _end(run, recorded_worker(run))
         elif not is_alive and not has_outgrown:  # else whoever records its end reads why
             cpu_limits.forget(run.id)
             memory_limits.forget(run.id)
-        seen = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
-        workers = count_workers(group) if group else 0
-        return RunStatus(
-            leases=(seen,), wanted=record.placement, workers=workers if is_alive else 0
-        )
+        return RunStatus(leases=(observed,), wanted=record.placement, workers=workers)
+
+    def observe(self, run: RunStore) -> RunStatus:
+        """As ``Executor.observe``."""
+        record, observed, workers = self._observe(run)
+        return RunStatus(leases=(observed,), wanted=record.placement, workers=workers)
+
+    def _observe(self, run: RunStore) -> tuple[LeaseRecord, LeaseStatus, int]:
+        """Record, the one lease, and the number of workers as they are now."""
+        record = known_record(run)
+        lease = record.wanted[0]
+        worker = recorded_worker(run)
+        group = read_worker_group(run)
+        is_alive = self._lives(run, worker)
+        if is_alive and group and worker and group.pid == worker.pid and group.target:
+            # What the supervisor last agreed to, even if whoever asked had no time to note it.
+            lease = lease.model_copy(update={"devices": group.target})
+            record = record.change(lease.name, devices=group.target)
+        state = LeaseState.RUNNING if is_alive else LeaseState.GONE
+        reason = "" if is_alive else _last_words(worker, lease)
+        observed = LeaseStatus(lease=lease, state=state, reason=reason, node=self._node)
+        return record, observed, count_workers(group) if group and is_alive else 0
 
     def logs(self, run: RunStore) -> tuple[str, ...]:
         """As ``Executor.logs``."""

@@ -121,7 +121,7 @@ class RayExecutor(LeasedExecutor):
         )
         return name
 
-    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+    def observe_leases(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.observe``."""
         ended = {
             result.lease: result.reason

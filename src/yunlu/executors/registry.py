@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from yunlu.core.errors import did_you_mean
 from yunlu.executors.executor import GROUP, Executor, ExecutorError
+from yunlu.executors.known_addresses import LOCAL, is_known, require_known, scheme_of
 from yunlu.executors.lease_record import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yunlu.runs.run_store import RunStore
-
-LOCAL = "local"
 
 
 def open_executor(address: str) -> Executor:
@@ -30,9 +30,12 @@ def open_executor(address: str) -> Executor:
 
 
 def executor_of(run: RunStore) -> Executor | None:
-    """Executor of a run; None if it was started without one."""
+    """Executor of a run; None if it was started without one. Refused if the user has not named it."""
     record = read_record(run)
-    return None if record is None else _opened(record.address)
+    if record is None:
+        return None
+    require_known(record.address, named_by=run.id)
+    return _opened(record.address)
 
 
 @cache  # may hold a connection
@@ -46,11 +49,20 @@ def is_elsewhere(run: RunStore) -> bool:
     return record is not None and scheme_of(record.address) != LOCAL
 
 
+def unknown_executor(run: RunStore) -> str | None:
+    """Address of the executor that a run names and the user has not; it is never contacted."""
+    record = read_record(run)
+    return None if record is None or is_known(record.address) else record.address
+
+
 def is_held(run: RunStore) -> bool:
-    """Whether an executor holds devices for the run, or waits for them; True if it does not answer."""
+    """Whether an executor holds devices for the run, or waits for them; changes nothing.
+
+    True if it does not answer, or if the user has not named it.
+    """
     try:
         executor = executor_of(run)
-        return executor is not None and executor.status(run).is_alive
+        return executor is not None and executor.observe(run).is_alive
     except ExecutorError:
         return True
 
@@ -60,15 +72,14 @@ def last_reason(run: RunStore) -> str:
     record = read_record(run)
     if record is None:
         return "it is with no executor any more"
-    result = sorted(record.leases, key=lambda lease: not lease.is_lead)
-    where = f" on {result[0].node}" if result else ""
-    reason = result[0].reason if result else ""
+    node, reason = "", ""
+    with suppress(ExecutorError):
+        executor = executor_of(run)
+        assert executor is not None
+        leases = sorted(executor.observe(run).leases, key=lambda status: not status.lease.is_lead)
+        node, reason = (leases[0].lease.node, leases[0].reason) if leases else ("", "")
+    where = f" on {node}" if node else ""
     return f"its lease{where} is gone: {reason or 'unknown reason'} ({record.address})"
-
-
-def scheme_of(address: str) -> str:
-    """Scheme of an address."""
-    return address.partition("?")[0].partition(":")[0]
 
 
 def read_address(address: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:

@@ -176,7 +176,7 @@ class SlurmExecutor(LeasedExecutor):
         script = _SCRIPT.format(step=shlex.join(step), again=AGAIN)
         return _slurm(*parts, script=script).partition(";")[0]
 
-    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+    def observe_leases(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         """As ``LeasedExecutor.observe``."""
         result: dict[str, ObservedLeases] = {}
         beginning = _job_name(run, "")

@@ -11,15 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yunlu.core.errors import StoreError
 from yunlu.core.settings import worker_environment
+from yunlu.core.users import require_private
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.runs.run_store import RunStore
+
+NODE_MODULES = ("yunlu.training.worker_group_node", "yunlu.training.asynchronous.node")
+"""Programs that can join a run: started by name, since nothing here imports the training room."""
 
 
 def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
@@ -48,20 +54,47 @@ def kill_workers(run: RunStore) -> None:
 
 
 def find_run(host: str, port: int, token: str) -> RunStore:
-    """Ask a supervisor for its run, on a shared file system."""
+    """Ask a supervisor for its run, on a shared file system; only one of ours is taken for it."""
     group = WorkerGroup(
         host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
     )
-    return open_run(Path(str(send_request(group, {"kind": "locate_run"}).get("text"))))
+    answer = Path(str(send_request(group, {"kind": "locate_run"}).get("text")))
+    if not answer.is_absolute() or not answer.is_dir():
+        raise StoreError(
+            f"the supervisor at {host}:{port} says that its run is in {answer}, "
+            "which is no directory of this machine",
+            hint="share it between the machines, at the same path and for the same user",
+        )
+    run = open_run(answer)
+    check_joinable(run)
+    return run
+
+
+def check_joinable(run: RunStore) -> None:
+    """Refuse a run whose record of the worker group somebody else may have written."""
+    for item in ("", Document.WORKER_GROUP):
+        if run.has(item):
+            require_private(Path(run.location(item)))
+
+
+def node_command(run: RunStore, group: WorkerGroup) -> list[str]:
+    """Command of a node of the group; its program is one of ours, whatever the record says."""
+    if group.node_module not in NODE_MODULES:
+        raise StoreError(
+            f"the {Document.WORKER_GROUP} of {run.id} names the program {group.node_module!r}, "
+            "which is no node of a worker group: it was not started",
+            hint=f"known: {', '.join(NODE_MODULES)}; do not join a run whose files you do not know",
+        )
+    return [sys.executable, "-m", group.node_module, run.address]
 
 
 def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
     """Run a node of a worker group until the run ends; returns the exit code."""
+    check_joinable(run)
     group = read_worker_group(run)
     assert group is not None
-    command = [sys.executable, "-m", group.node_module, run.address]
-    child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*command, "--node", name, "--devices", str(devices)],
+    child = subprocess.Popen(  # noqa: S603 (our own interpreter, and one of our own modules)
+        [*node_command(run, group), "--node", name, "--devices", str(devices)],
         cwd=directory,
         env=worker_environment(threads=1),
     )

@@ -88,7 +88,7 @@ class WorkerProcess:
             process = psutil.Process(self.pid)
             alive = process.status() != psutil.STATUS_ZOMBIE
             same = abs(process.create_time() - self.process_started_at) < _SAME_START_S
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError, TypeError):  # or no number of one
             return None
         return process if alive and same else None
 
@@ -206,7 +206,7 @@ def recorded_worker(run: RunStore) -> WorkerProcess | None:
     """The process last recorded for the run."""
     try:
         return WorkerProcess(**json.loads(run.read(Document.WORKER) or b""))
-    except (OSError, ValueError, TypeError):  # absent, or of another version
+    except (OSError, ValueError, TypeError, RecursionError):  # absent, or of another version
         return None
 
 

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.regular_files import check_regular
 from yunlu.hardware.device import DeviceModel, read_devices
 from yunlu.hardware.table import read_offers
 
@@ -158,6 +159,8 @@ def load_catalog(extra_dirs: Iterable[Path] = (), *, leave_out: str = "") -> Cat
     """What ships with Yunlu, and what stands in the given directories (``jobs.catalog_store``)."""
     devices, offers = _shipped()
     for directory in extra_dirs:
+        for path in directory.glob("*.csv"):
+            check_regular(path)  # a home may hold what somebody else put there
         if (directory / "devices.csv").exists():
             own = _read_devices(directory)
             names = {device.name for device in own}

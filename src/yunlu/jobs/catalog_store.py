@@ -20,6 +20,7 @@ import yaml
 from yunlu.core.errors import did_you_mean
 from yunlu.core.files import write_atomically
 from yunlu.core.private_files import make_directory, open_lock
+from yunlu.core.regular_files import read_regular
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import MIB, PRECISIONS
 from yunlu.hardware.entries import Additions, MachineEntry, offers_of, read_additions
@@ -63,7 +64,7 @@ def read_added() -> Additions:
     path = home() / "own.json"
     if not path.exists():
         return Additions()
-    return read_additions(json.loads(path.read_text("utf-8")), where=str(path))
+    return read_additions(json.loads(read_regular(path)), where=str(path))
 
 
 def read_file(path: Path) -> Additions:

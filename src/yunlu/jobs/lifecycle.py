@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
+from yunlu.executors.executor import ExecutorError
+from yunlu.executors.known_addresses import remember_address
 from yunlu.executors.lease_record import read_record as read_leases
-from yunlu.executors.registry import executor_of, is_elsewhere, is_held, open_executor
+from yunlu.executors.registry import executor_of, is_elsewhere, is_held
 from yunlu.executors.worker_group import kill_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -26,18 +28,20 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.jobs.run import (
     RunRecord,
+    RunScan,
     detect_lost,
     error_of,
     log_tail,
     move,
     new_record,
+    scan_directly,
     worker_of,
 )
 from yunlu.jobs.run_creation import create_run
 from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
 from yunlu.runs.fold import read_view
-from yunlu.runs.home import find_runs, open_run, private_home, remove_stale, temporary_run
-from yunlu.runs.run_store import Area, Document
+from yunlu.runs.home import open_run, private_home, remove_stale, temporary_run
+from yunlu.runs.run_store import Area, Document, require_own
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -95,6 +99,7 @@ def start(
         on: Executor that provides the devices. Default: processes of this machine.
         placement: Devices of the executor.
     """
+    require_own(run)
     with _launch_claim(run):
         record, worker = read_record(run), recorded_worker(run)
         is_started = worker is not None and worker.detached
@@ -123,6 +128,7 @@ def resume(
     Default devices: those that its executor gave it last.
     """
     store = find(run) if isinstance(run, str) else run
+    require_own(store)
     with _launch_claim(store):
         _refuse_python_objects(store)
         if on is None and command is None:
@@ -137,6 +143,7 @@ def change_placement(run: RunStore, placement: Placement) -> ResizeResult:
 
     If the result is ``restart``, nothing was changed: stop the run, then resume it with the placement.
     """
+    require_own(run)
     executor = executor_of(run)
     if executor is None:
         raise StoreError(
@@ -148,12 +155,14 @@ def change_placement(run: RunStore, placement: Placement) -> ResizeResult:
 
 def reopen(run: RunStore) -> None:
     """Make a run that ended pending again, to be trained by this process."""
+    require_own(run)
     with _launch_claim(run):
         _reopen(run)
 
 
 def request_stop(run: RunStore, *, now: bool = False) -> RunRecord:
     """Ask the worker to save and stop, or kill it; does not wait."""
+    require_own(run)
     with launch_lock(run, wait=True):
         record = read_record(run)
         if not record.state.is_active:
@@ -187,13 +196,19 @@ def stop(run: str | RunStore, *, now: bool = False) -> RunRecord:
     record = detect_lost(store, request_stop(store, now=now))
     while record.state.is_active:
         time.sleep(_POLL_S)
+        if is_elsewhere(store) and (executor := executor_of(store)) is not None:
+            with suppress(ExecutorError):  # mute for the moment
+                executor.status(store)  # ends leases that should have left by now
         record = detect_lost(store, record)
     return record
 
 
 def find(name: str) -> RunStore:
     """Find a run by its id, a unique prefix of it, or ``last``."""
-    records = list_runs()
+    scan = scan_runs()
+    records = scan.records
+    if name in scan.problems:
+        raise StoreError(f"the run {name} cannot be read: {scan.problems[name]}")
     if not records:
         raise StoreError(f"there are no runs in {home()}", hint="start one: yunlu train JOB")
     ids = [record.id for record in records]
@@ -211,9 +226,14 @@ def find(name: str) -> RunStore:
 
 
 def list_runs() -> list[RunRecord]:
-    """Current records of all runs, newest first."""
+    """Current records of all runs that can be read, newest first."""
+    return list(scan_runs().records)
+
+
+def scan_runs() -> RunScan:
+    """Current records of all runs, newest first; and what is wrong with those that cannot be read."""
     if not home().is_dir():
-        return []
+        return RunScan()
     from yunlu.jobs.run_index import FullDiskError, RunIndex  # noqa: PLC0415 (slow to import: a database)
 
     try:
@@ -221,8 +241,7 @@ def list_runs() -> list[RunRecord]:
             return index.reconcile()
     except FullDiskError:
         # The index is derived from the runs: on a full disk they are read one by one.
-        records = [read_record(run) for run in find_runs(home(), having=Document.JOB)]
-        return sorted(records, key=lambda record: record.created_at, reverse=True)
+        return scan_directly(home())
 
 
 def read_record(run: RunStore) -> RunRecord:
@@ -292,7 +311,7 @@ def _last_placement(run: RunStore) -> tuple[Executor | None, Placement | None]:
     record = read_leases(run)
     if record is None or not record.placement:
         return None, None
-    return open_executor(record.address), record.placement
+    return executor_of(run), record.placement
 
 
 def _launch(
@@ -306,6 +325,7 @@ def _launch(
     try:
         directory = _working_directory(run)
         if on is not None and placement is not None:
+            remember_address(on.address)
             _release_executor(run, unless=on.address)
             on.start(run, placement, directory=directory)
             return recorded_worker(run) or this_process()
@@ -320,8 +340,10 @@ def _launch(
 
 def _release_executor(run: RunStore, *, unless: str | None = None) -> None:
     """Release what another executor still holds for a run that continues without it."""
-    executor = executor_of(run)
-    if executor is not None and executor.address != unless:
+    record = read_leases(run)
+    if record is not None and record.address != unless:
+        executor = executor_of(run)
+        assert executor is not None
         executor.stop(run, now=True)
         run.remove(Document.LEASES)
 

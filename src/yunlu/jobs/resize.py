@@ -8,7 +8,7 @@ from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.executors.registry import is_elsewhere
 from yunlu.jobs.lifecycle import read_record
-from yunlu.runs.run_store import Area, Document
+from yunlu.runs.run_store import Area, Document, require_own
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group, send_request
 
@@ -30,6 +30,7 @@ def resize(run: RunStore, *, devices: int) -> WorkerResize:
         raise StoreError(
             f"a run needs at least one worker, not {devices}", hint="for example: --devices 2"
         )
+    require_own(run)
     record = read_record(run)
     if record.state not in {RunState.PLANNING, RunState.RUNNING}:
         hint = f"resume it first: yunlu resume {run.id}" if record.state.can_resume else None

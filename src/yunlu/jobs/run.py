@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.errors import TrainingError, error_of_code
+from yunlu.core.errors import TrainingError, YunluError, error_of_code
+from yunlu.core.files import load_json
 from yunlu.core.secrets import mask
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
@@ -20,14 +21,15 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.runs.events import ErrorRaised, StateChanged
 from yunlu.runs.fold import RunSummary, advance, fold
+from yunlu.runs.home import find_links, find_runs
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, log_end
 from yunlu.runs.states import RunState, check_move
 from yunlu.runs.step_metrics import is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
-    from yunlu.core.errors import YunluError
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.runs.step_metrics import StepMetrics
@@ -54,14 +56,50 @@ class RunRecord(RunSummary):
         return min(1.0, self.step / self.steps) if self.step is not None and self.steps else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunScan:
+    """The runs of a home."""
+
+    records: tuple[RunRecord, ...] = ()
+    """Of the runs that can be read, newest first."""
+    problems: dict[str, str] = field(default_factory=dict[str, str])
+    """By name: what is wrong with those that cannot."""
+
+
+UNREADABLE = (YunluError, OSError, ValueError, RecursionError, TypeError, KeyError)
+"""Errors of a run whose files are damaged, or made to do harm: it must not hide the other runs."""
+
+
+def describe_problem(error: BaseException) -> str:
+    """What is wrong with a run that cannot be read."""
+    if isinstance(error, YunluError):
+        return error.message
+    return f"its files cannot be read: {type(error).__name__}: {error}"
+
+
+def scan_directly(home: Path) -> RunScan:
+    """Read all runs of a home without its index."""
+    records: list[RunRecord] = []
+    problems = find_links(home)
+    for run in find_runs(home):
+        try:
+            record = new_record(run)
+            if record is not None:
+                records.append(detect_lost(run, record))
+        except UNREADABLE as error:
+            problems[run.id] = describe_problem(error)
+    newest_first = sorted(records, key=lambda record: record.created_at, reverse=True)
+    return RunScan(records=tuple(newest_first), problems=problems)
+
+
 def new_record(run: RunStore) -> RunRecord | None:
     """A record that has read no event yet; None where the directory is not a run."""
     try:
-        job, stat = json.loads(run.read(Document.JOB) or b""), run.stat(Document.JOB)
+        job, stat = load_json(run.read(Document.JOB) or b""), run.stat(Document.JOB)
         created_at = stat.modified_at if stat else 0.0
         name = job.get("name") or run.id.rpartition("-")[0] or run.id
         task, model = str(job["task"]), str(job["model"]["name"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return RunRecord(
         id=run.id,
@@ -92,9 +130,12 @@ def advance_record(record: RunRecord, event: Event, offset: int) -> RunRecord:
 
 
 def detect_lost(run: RunStore, record: RunRecord) -> RunRecord:
-    """Update the record; if the worker vanished, append that to the run's events."""
+    """Update the record; if the worker vanished, append that to the run's events.
+
+    A run of another user is only read: its state is what its events say.
+    """
     record = replay(run, record)
-    if not record.state.is_active or worker_is_alive(run, record):
+    if not record.state.is_active or run.foreign_owner or worker_is_alive(run, record):
         return record
     try:
         with launch_lock(run, wait=False):
@@ -220,8 +261,8 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
 def _whole_records(lines: list[bytes]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
-            record = json.loads(line)
-        except ValueError:  # half a line, at the end or after a crash
+            record = load_json(line)
+        except (ValueError, RecursionError):  # half a line, at the end or after a crash
             continue
         if is_step(record):
             yield record

@@ -20,9 +20,17 @@ from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.private_files import check_home, create_private, make_directory, open_lock
-from yunlu.jobs.run import RunRecord, detect_lost, new_record
+from yunlu.core.regular_files import check_regular
+from yunlu.jobs.run import (
+    UNREADABLE,
+    RunRecord,
+    RunScan,
+    describe_problem,
+    detect_lost,
+    new_record,
+)
 from yunlu.runs.documents import not_a_run
-from yunlu.runs.home import find_runs
+from yunlu.runs.home import find_links, find_runs
 from yunlu.runs.run_store import Log
 
 if TYPE_CHECKING:
@@ -58,6 +66,8 @@ class RunIndex:
         self.path = home / "index.sqlite"
         try:
             make_directory(check_home(home))
+            for suffix in ("", "-wal", "-shm", "-journal"):  # SQLite itself follows links
+                check_regular(self.path.with_name(self.path.name + suffix))
             self._engine = _connect(self.path)
             self._is_ready = False
             self._retry(self._ensure_schema)
@@ -74,8 +84,8 @@ class RunIndex:
         """Close the database."""
         self._engine.dispose()
 
-    def reconcile(self) -> list[RunRecord]:
-        """Update every row from the runs; returns all records, newest first.
+    def reconcile(self) -> RunScan:
+        """Update every row from the runs; returns all records, newest first, and what cannot be read.
 
         Folds new events, adds unknown runs, drops runs that were removed, and marks a run lost when
         its worker vanished.
@@ -83,17 +93,22 @@ class RunIndex:
         known = {record.id: record for record in self.records()}
         runs = {run.id: run for run in find_runs(self.home)}
         current: list[RunRecord] = []
+        problems = find_links(self.home)
         for run_id, run in runs.items():
             before = known.get(run_id)
-            start = before or new_record(run)
-            if start is None:  # a directory that is no run
+            try:
+                after = _update(run, before)
+            except UNREADABLE as error:
+                problems[run_id] = describe_problem(error)
                 continue
-            after = detect_lost(run, start) if _may_change(run, before) else start
+            if after is None:  # a directory that is no run
+                continue
             current.append(after)
             if after != before:
                 self._put(after)
         self._forget(known.keys() - runs.keys())
-        return sorted(current, key=lambda record: record.created_at, reverse=True)
+        newest_first = sorted(current, key=lambda record: record.created_at, reverse=True)
+        return RunScan(records=tuple(newest_first), problems=problems)
 
     def refresh(self, run: RunStore) -> RunRecord:
         """Update one row."""
@@ -270,6 +285,13 @@ def _index_lock(home: Path) -> Generator[None]:
     with open_lock(home / ".index.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _update(run: RunStore, before: RunRecord | None) -> RunRecord | None:
+    start = before or new_record(run)
+    if start is None:
+        return None
+    return detect_lost(run, start) if _may_change(run, before) else start
 
 
 def _may_change(run: RunStore, record: RunRecord | None) -> bool:

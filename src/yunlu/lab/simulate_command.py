@@ -9,7 +9,6 @@ from pathlib import Path  # noqa: TC003 (the command line is read from it)
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.lab.simulation.tables import SimulationError
 from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.workload import load_workloads
+from yunlu.render.terminal.console import TerminalConsole
 from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, print_json
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _run_all(
 ) -> Runs:
     runs: Runs = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True, highlight=False)
+    console = TerminalConsole(stderr=True)
     shown = sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         total = len(policies) * sum(len(workload.jobs) for workload in workloads)
@@ -182,7 +182,7 @@ def _run_all(
     return runs
 
 
-def _print_page(console: Console, runs: Runs, nodes: Sequence[Node]) -> None:
+def _print_page(console: TerminalConsole, runs: Runs, nodes: Sequence[Node]) -> None:
     workloads = [outcome.workload for outcome in next(iter(runs.values()))]
     devices = sum(node.devices for node in nodes)
     jobs = sum(len(outcome.jobs) for outcome in next(iter(runs.values())))

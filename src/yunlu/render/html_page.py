@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from yunlu.core.foreign_text import clean_for_page
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.render.drawing.charts import draw_chart, find_legend, read_out
 from yunlu.render.drawing.trials import draw_sparkline, draw_trial_figure, find_targets
@@ -69,6 +70,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_clean,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -97,6 +99,13 @@ def _environment() -> Environment:
         targets=find_targets,
     )
     return environment
+
+
+def _clean(value: Any) -> Any:
+    """Every value on its way into a page, before it is escaped."""
+    if hasattr(value, "__html__"):
+        return Markup(clean_for_page(value.__html__()))  # noqa: S704 (escaped by whoever made it)
+    return clean_for_page(value) if isinstance(value, str) else value
 
 
 def _read(name: str) -> str:

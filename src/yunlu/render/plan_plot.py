@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
 from yunlu.core.files import write_atomically
+from yunlu.core.foreign_text import clean_for_page
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.planning.search.explain import describe_layout
 from yunlu.render.drawing.plots import plot
@@ -43,11 +44,11 @@ def _render_page(outcome: PlanOutcome, svg: str, title: str) -> str:
     """The plot with the table below it, in one file."""
     rows = "".join(_row(index, option) for index, option in enumerate(outcome.options, start=1))
     notes = "".join(
-        f"<p>{escape(note)}</p>" for note in (*outcome.options.problems, *outcome.options.notes)
+        f"<p>{_show(note)}</p>" for note in (*outcome.options.problems, *outcome.options.notes)
     )
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_show(title)}</title>'
         "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;"
         "padding:0 1rem;color:#212529}svg{width:100%;height:auto}table{border-collapse:collapse}"
         "td,th{text-align:left;padding:.35rem .8rem .35rem 0;border-bottom:1px solid #e9ecef;"
@@ -72,4 +73,8 @@ def _row(index: int, option: PlanOption) -> str:
         cost,
         option.reason,
     )
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<td>{_show(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _show(text: str) -> str:
+    return escape(clean_for_page(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,11 +11,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 from yunlu.core.files import append_lines, read_lines, write_atomically
 from yunlu.core.private_files import make_directory, open_descriptor, open_private
+from yunlu.core.regular_files import check_directory, open_regular, open_to_read
+from yunlu.core.users import name_if_foreign
 from yunlu.runs.run_store import Area, Claim, ItemStat, RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
+
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class DirectoryRunStore(RunStore):
@@ -41,12 +47,24 @@ class DirectoryRunStore(RunStore):
         """As ``RunStore.location``."""
         return str(self.path / name)
 
-    def stat(self, name: str) -> ItemStat | None:
-        """As ``RunStore.stat``."""
+    @property
+    def foreign_owner(self) -> str | None:
+        """As ``RunStore.foreign_owner``."""
         try:
-            stat = (self.path / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
+            return name_if_foreign(self.path.stat().st_uid)
+        except OSError:  # not there, or not for us to look at: whoever reads it says so
             return None
+
+    def stat(self, name: str) -> ItemStat | None:
+        """As ``RunStore.stat``; of a link, what is known of the link itself."""
+        try:
+            stat = (self.path / name).lstat() if name else self.path.stat()
+        except ValueError:  # a name that no file can have, from an event that somebody else wrote
+            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
         return ItemStat(
             size=stat.st_size,
             modified_at=stat.st_mtime,
@@ -56,7 +74,7 @@ class DirectoryRunStore(RunStore):
     def read(self, name: str, *, offset: int = 0) -> bytes | None:
         """As ``RunStore.read``."""
         try:
-            with (self.path / name).open("rb") as file:
+            with open_to_read(self.path / name, below=self.path) as file:
                 if offset < 0:
                     offset = max(0, file.seek(0, os.SEEK_END) + offset)
                 file.seek(offset)
@@ -66,9 +84,7 @@ class DirectoryRunStore(RunStore):
 
     def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
         """As ``RunStore.write``."""
-        path = self.path / name
-        if "/" in name:
-            make_directory(path.parent)
+        path = self._ready(name)
         if durable:
             write_atomically(path, content)
             return
@@ -86,13 +102,14 @@ class DirectoryRunStore(RunStore):
     def remove(self, name: str) -> None:
         """As ``RunStore.remove``."""
         path = self.path / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
     def names(self, area: str) -> list[str]:
         """As ``RunStore.names``."""
+        check_directory(self.path / area, below=self.path)
         try:
             return sorted(
                 path.name for path in (self.path / area).iterdir() if not path.name.startswith(".")
@@ -106,7 +123,7 @@ class DirectoryRunStore(RunStore):
 
     def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
         """As ``RunStore.read_log``."""
-        yield from read_lines(self.path / log, offset=offset)
+        yield from read_lines(self.path / log, offset=offset, below=self.path)
 
     @contextmanager
     def claim(
@@ -147,10 +164,16 @@ class DirectoryRunStore(RunStore):
 
     def open_text_log(self, name: str) -> IO[bytes]:
         """As ``LocalRunStore.open_text_log``."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return os.fdopen(open_regular(self._ready(name), flags, below=self.path), "ab")
+
+    def _ready(self, name: str) -> Path:
+        """Path of an item that is about to be written; its area is there."""
         path = self.path / name
         if "/" in name:
+            check_directory(path.parent, below=self.path)
             make_directory(path.parent)
-        return open_private(path, "ab")
+        return path
 
 
 class _HeldLock:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from yunlu.core.errors import StoreError
+from yunlu.core.files import load_json
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
@@ -21,7 +23,10 @@ def read_job(run: RunStore) -> Job:
     content = run.read(Document.JOB)
     if content is None:
         raise not_a_run(run)
-    return Job.model_validate_json(content)
+    try:
+        return Job.model_validate_json(content)
+    except ValidationError as error:
+        raise not_a_run(run) from error
 
 
 def read_raw_job(run: RunStore) -> dict[str, Any] | None:
@@ -59,8 +64,8 @@ def read_json(run: RunStore, document: str) -> dict[str, Any] | None:
     """A document that holds a JSON object; None where it is missing or damaged."""
     content = run.read(document)
     try:
-        value = None if content is None else json.loads(content)
-    except ValueError:
+        value = None if content is None else load_json(content)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

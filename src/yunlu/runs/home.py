@@ -37,6 +37,11 @@ def open_run(address: str | Path) -> RunStore:
     return DirectoryRunStore(Path(address))
 
 
+def is_run_id(name: str) -> bool:
+    """Whether a name can be that of a run: never a way out of the home."""
+    return bool(name) and "/" not in name and "\0" not in name and not name.startswith(".")
+
+
 def open_if_run(address: str | Path) -> RunStore | None:
     """The run at an address; None where there is none."""
     run = open_run(address)
@@ -49,11 +54,23 @@ def find_runs(home: Path, *, having: str | None = None) -> Iterator[RunStore]:
         return
     with os.scandir(home) as entries:
         for entry in entries:
-            if entry.name.startswith(".") or not entry.is_dir():
+            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
             run = open_run(entry.path)
             if having is None or run.has(having):
                 yield run
+
+
+def find_links(home: Path) -> dict[str, str]:
+    """Names in a home that lead to directories elsewhere, which are not read as its runs; and why."""
+    if not home.is_dir():
+        return {}
+    with os.scandir(home) as entries:
+        return {
+            entry.name: f"{entry.path} is a symbolic link to a directory: it is not read as a run"
+            for entry in entries
+            if entry.is_symlink() and not entry.name.startswith(".") and entry.is_dir()
+        }
 
 
 @contextmanager

@@ -6,12 +6,12 @@ knows whether the run is a directory of this machine, of a shared file system, o
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
+from yunlu.core.files import load_json
 from yunlu.core.secrets import mask_value
 from yunlu.runs.events import WarningRaised, parse_event, to_record
 from yunlu.runs.step_metrics import is_step
@@ -126,6 +126,11 @@ class RunStore(Protocol):
         """Text with which another process opens the run: ``open_run(address)``."""
         ...
 
+    @property
+    def foreign_owner(self) -> str | None:
+        """User that the run belongs to, if that is not ours: then it is only read, as data."""
+        return None
+
     def location(self, name: str) -> str:
         """Path or URL of an item, for people and for libraries that open it by themselves."""
         ...
@@ -235,13 +240,23 @@ def require_local(run: RunStore) -> LocalRunStore:
     )
 
 
+def require_own(run: RunStore) -> None:
+    """Refuse to act on a run of another user: what its files name, we would do in our own name."""
+    owner = run.foreign_owner
+    if owner is not None:
+        raise StoreError(
+            f"{run.id} in {run.address} belongs to {owner}: it can be read, not changed",
+            hint=f"do this as {owner}; if its files are yours: export YUNLU_TRUSTED_USERS={owner}",
+        )
+
+
 def last_record(run: RunStore, log: Log) -> Any:
     """Last whole record of a log; None where there is none."""
     tail = run.read(log, offset=-_TAIL_BYTES)
     for line in reversed((tail or b"").split(b"\n")[:-1]):  # after the last line end: a torn record
         try:
-            return json.loads(line)
-        except ValueError:
+            return load_json(line)
+        except (ValueError, RecursionError):
             continue
     return None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
 from yunlu.core.private_files import open_private
+from yunlu.core.regular_files import open_to_read
 from yunlu.core.settings import worker_environment
 from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import lifecycle
@@ -40,7 +41,7 @@ def find_service(home: Path) -> ServiceRecord | None:
     if not pool_store.lock.exists() or _is_free(pool_store.lock):
         return None
     try:
-        return ServiceRecord.model_validate_json(pool_store.service.read_bytes())
+        return pool_store.read_service()
     except (OSError, ValueError):
         return ServiceRecord(pid=0, process_started_at=0.0, host=socket.gethostname(), began_at=0.0)
 
@@ -135,7 +136,7 @@ def _end(service: ServiceRecord) -> None:
 
 
 def _is_free(lock: Path) -> bool:
-    with lock.open("r") as file:
+    with open_to_read(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, read_lines, write_atomically
 from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.regular_files import read_regular
 from yunlu.core.secrets import mask_value
 from yunlu.core.value import Value
 
@@ -82,7 +83,7 @@ class PoolStore:
     def read_settings(self) -> PoolSettings | None:
         """Settings of the last start; None if the pool was never up."""
         try:
-            return PoolSettings.model_validate_json(self.settings.read_bytes())
+            return PoolSettings.model_validate_json(self._read(self.settings))
         except FileNotFoundError:
             return None
         except ValidationError as error:
@@ -108,7 +109,8 @@ class PoolStore:
             start = 0
             with suppress(OSError):
                 start = max(0, path.stat().st_size - _TAIL_BYTES)
-            for line, _ in read_lines(path, offset=start):  # the first may be a partial line
+            # The first may be a partial line.
+            for line, _ in read_lines(path, offset=start, below=self.path.parent):
                 if isinstance(line, dict) and run_id in {None, line.get("run")}:
                     yield line
 
@@ -120,17 +122,17 @@ class PoolStore:
     def read_view(self) -> dict[str, Any] | None:
         """The last published view; None if there is none."""
         try:
-            result = json.loads(self.view.read_bytes())
-        except (OSError, ValueError):
+            result = json.loads(self._read(self.view))
+        except (OSError, ValueError, RecursionError):
             return None
         return result if isinstance(result, dict) else None
 
     def read_teams(self) -> dict[str, float]:
         """Recent device-seconds of each team."""
         try:
-            result = json.loads(self.teams.read_bytes())
+            result = json.loads(self._read(self.teams))
             return {str(team): float(used) for team, used in result.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             return {}
 
     def write_teams(self, used_device_s: dict[str, float]) -> None:
@@ -138,11 +140,19 @@ class PoolStore:
         with suppress(OSError):
             self._replace(self.teams, json.dumps(used_device_s))
 
+    def read_service(self) -> ServiceRecord:
+        """The process that runs the pool, or ran it last."""
+        return ServiceRecord.model_validate_json(self._read(self.service))
+
+    def _read(self, path: Path) -> bytes:
+        return read_regular(path, below=self.path.parent)
+
     def _replace(self, path: Path, text: str) -> None:
         """Atomic for readers, but not flushed to disk: it is derived."""
         aside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with open_private(aside, "w") as file:
+            aside.unlink(missing_ok=True)
+            with open_private(aside, "x", below=self.path.parent) as file:
                 file.write(text)
             aside.replace(path)
         except BaseException:

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError, YunluError, nearest
 from yunlu.core.value import Value
+from yunlu.executors.known_addresses import remember_address, require_known
 from yunlu.jobs import lifecycle
 from yunlu.runs.states import RunState
 from yunlu.scheduler.control import bring_down, bring_up, find_service
@@ -176,6 +177,9 @@ def start_pool(home: Path, wanted: PoolSettings) -> PoolUp:
 
     before = _find_settings(home, wanted)
     settings = before or wanted
+    if before is None:
+        remember_address(wanted.executor)  # the user has just given it
+    require_known(settings.executor, named_by=f"the pool of {home}")
     open_policy(settings.policy)  # refused here rather than in the log of the service
     result = bring_up(home, settings)
     return PoolUp(

@@ -25,7 +25,7 @@ from yunlu.executors.worker_process import (
 from yunlu.jobs import lifecycle
 from yunlu.runs.documents import read_job
 from yunlu.runs.home import find_runs
-from yunlu.runs.run_store import Area, Document
+from yunlu.runs.run_store import Area, Document, require_own
 from yunlu.runs.states import RunState
 from yunlu.scheduler.resource_request import ResourceRequest, make_request
 from yunlu.spec.goal import read_span_s
@@ -139,6 +139,7 @@ def read_entry(run: RunStore) -> QueueEntry | None:
 
 def change_entry(run: RunStore, **changes: Any) -> QueueEntry:
     """Change the entry of a queued run."""
+    require_own(run)
     try:
         with launch_lock(run, wait=True):
             entry = read_entry(run)
@@ -199,6 +200,7 @@ def pause(run: RunStore) -> QueueEntry:
 
 def withdraw(run: RunStore) -> None:
     """Take a run out of the queue, if it is in it. Called before a run is stopped."""
+    require_own(run)
     if run.has(Document.QUEUE_ENTRY) and not _is_finished(run):
         with suppress(StoreError):  # the pool ignores a run whose entry cannot be read
             change_entry(run, wish="stop")
@@ -214,8 +216,10 @@ def requeue(run: RunStore) -> QueueEntry:
 
 
 def scan(home: Path) -> Iterator[RunStore]:
-    """Every run of this home that was ever queued."""
-    yield from find_runs(home, having=Document.QUEUE_ENTRY)
+    """Every run of this home that was ever queued; what other users put there is not for us to run."""
+    for run in find_runs(home, having=Document.QUEUE_ENTRY):
+        if run.foreign_owner is None:
+            yield run
 
 
 def job_signature(job: Job) -> str:

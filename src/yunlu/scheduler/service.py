@@ -25,6 +25,7 @@ from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.private_files import check_home, make_directory, open_lock
 from yunlu.core.private_process import make_process_private
+from yunlu.executors.known_addresses import require_known
 from yunlu.executors.registry import open_executor
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.loop import Scheduler
@@ -67,6 +68,7 @@ def main() -> int:
 def serve(home: Path, pool_store: PoolStore, ended: threading.Event) -> None:
     """Run the loop until it is stopped; the runs continue."""
     settings = pool_store.read_settings() or PoolSettings()
+    require_known(settings.executor, named_by=f"the pool of {home}")
     executor = open_executor(settings.executor)
     executor.nodes()  # an unreachable cluster is reported to whoever starts the pool
     able = executor.capabilities()

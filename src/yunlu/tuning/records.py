@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
 from yunlu.core.private_files import create_private, make_directory
+from yunlu.core.regular_files import check_regular
 from yunlu.tuning.distributions import make_distributions
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
 from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
@@ -57,6 +58,8 @@ class Records:
         name, has_begun = self.request.name, directory.read_status().began_at is not None
         if has_begun and not directory.database.is_file():
             raise directory.damaged(directory.database)  # an empty one would repeat every trial
+        for suffix in ("", "-wal", "-shm", "-journal"):  # SQLite itself follows links
+            check_regular(directory.database.with_name(directory.database.name + suffix))
         try:
             self._storage = _open_storage(directory)
             known = {study.study_name for study in self._storage.get_all_studies()}

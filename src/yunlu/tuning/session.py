@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.errors import StoreError
 from yunlu.core.value import Value
 from yunlu.tuning.facts import StudyView
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
@@ -74,7 +75,7 @@ def list_views() -> StudyList:
     for name in list_studies():
         try:
             views.append(read_view(name))
-        except StudyError as error:
+        except (StudyError, StoreError) as error:
             damaged.append(error.message)
     return StudyList(home=str(studies_home()), studies=tuple(views), damaged=tuple(damaged))
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.errors import StoreError, YunluError, did_you_mean
 from yunlu.core.files import write_atomically
 from yunlu.core.private_files import open_descriptor
+from yunlu.core.regular_files import read_regular
+from yunlu.core.users import name_if_foreign
 from yunlu.core.value import Value
 from yunlu.planning.plan import Plan
 from yunlu.runs.home import private_home
@@ -138,9 +140,21 @@ class StudyDir:
     def read_request(self) -> StudyRequest:
         """The request."""
         try:
-            return StudyRequest.model_validate_json(self.request.read_bytes())
+            return StudyRequest.model_validate_json(self._read(self.request))
         except ValidationError as error:
             raise self.damaged(self.request) from error
+
+    def require_own(self) -> None:
+        """Refuse to act on the study of another user: its trials would run in our own name."""
+        owner = name_if_foreign(self.path.stat().st_uid)
+        if owner is not None:
+            raise StudyError(
+                f"the study {self.name} in {self.path} belongs to {owner}: it can be read, not run",
+                hint=f"do this as {owner}; if it is yours: export YUNLU_TRUSTED_USERS={owner}",
+            )
+
+    def _read(self, file: Path) -> bytes:
+        return read_regular(file, below=self.path.parent)
 
     def damaged(self, file: Path) -> StudyError:
         """The error for a file that cannot be read."""
@@ -157,7 +171,7 @@ class StudyDir:
     def read_status(self) -> StudyStatus:
         """The status; ``stopped`` where the runner has vanished."""
         try:
-            status = StudyStatus.model_validate_json(self.status.read_bytes())
+            status = StudyStatus.model_validate_json(self._read(self.status))
         except FileNotFoundError:
             return StudyStatus()
         except ValidationError as error:
@@ -185,6 +199,7 @@ class StudyDir:
     @contextmanager
     def locked_by_runner(self) -> Generator[None]:
         """Hold the runner's lock; it is released with the process, however that ends."""
+        self.require_own()
         try:
             with _locked(self.lock, create=True):
                 self.stop.unlink(missing_ok=True)
@@ -197,6 +212,7 @@ class StudyDir:
 
     def request_stop(self) -> None:
         """Ask the runner to hold the trials and end."""
+        self.require_own()
         write_atomically(self.stop, "")
 
 
@@ -223,8 +239,8 @@ def list_studies() -> list[str]:
 
 def _created_at(request: Path) -> float:
     try:
-        return float(json.loads(request.read_bytes())["created_at"])
-    except (ValueError, KeyError, TypeError, OSError):
+        return float(json.loads(read_regular(request))["created_at"])
+    except (ValueError, KeyError, TypeError, OSError, RecursionError, StoreError):
         return 0.0  # damaged: it says so when it is opened
 
 

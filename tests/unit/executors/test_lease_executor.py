@@ -58,7 +58,7 @@ class Books(LeasedExecutor):
         self._breathe(run)
         return handle
 
-    def observe(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
+    def observe_leases(self, run: RunStore, record: LeaseRecord) -> dict[str, ObservedLeases]:
         return dict(self.jobs.values())
 
     def cancel(self, handles: Sequence[str]) -> None:
@@ -191,6 +191,23 @@ def test_who_is_queued_again_after_the_run_was_stopped_is_called_off() -> None:
         books.set("1", LeaseState.WAITING)
         books.status(run)
         assert not books.status(run).is_alive
+
+
+def test_who_only_observes_a_copy_of_a_run_ends_nothing_of_the_run() -> None:
+    with new_run() as run:
+        books = Books()
+        books.start(run, Placement((("a", 2),)))
+        copied = run.read(Document.LEASES)
+        assert copied is not None
+        books.resize(run, Placement((("a", 2), ("b", 1))))
+        books.turn(run)
+        run.write(Document.LEASES, copied)  # a copy of the run does not know of b
+        before = dict(books.jobs)
+        assert shares(books.observe(run).held) == {"a": 2}
+        assert books.jobs == before
+        assert run.read(Document.LEASES) == copied
+        books.status(run)  # whoever acts ends what is in nobody's record
+        assert books.jobs != before
 
 
 @pytest.mark.parametrize("method", ["asynchronous", "all-reduce"])

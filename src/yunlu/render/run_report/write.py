@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import StoreError
 from yunlu.core.settings import read_settings
 from yunlu.jobs.report_builder import build_report
+from yunlu.jobs.report_model import ReportPage
 from yunlu.render.run_report.page import render_page
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
@@ -17,9 +18,27 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 
+def find_page(run: RunStore) -> ReportPage:
+    """The page that was written; that of another user's run is rendered anew, from its data alone."""
+    if run.foreign_owner is not None:
+        html = render_page(build_report(run), language=read_settings().language)
+        return ReportPage(location="", html=html)
+    content = run.read(Document.REPORT_PAGE)
+    if content is None:
+        raise StoreError(f"{run.id} has no report yet", hint=f"yunlu report {run.id} writes it")
+    return ReportPage(
+        location=str(run.location(Document.REPORT_PAGE)), html=content.decode("utf-8")
+    )
+
+
 def write_report(run: RunStore) -> Report:
-    """Build the report and publish ``report.json`` and ``report.html`` in the run's directory."""
+    """Build the report and publish ``report.json`` and ``report.html`` in the run's directory.
+
+    Nothing is written to the run of another user, and nothing is learnt from it.
+    """
     report = build_report(run)
+    if run.foreign_owner is not None:
+        return report
     page = render_page(report, language=read_settings().language)
     try:
         run.write(Document.REPORT, report.model_dump_json() + "\n")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from yunlu.runs.home import is_run_id
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def train_command(view: StudyView, facts: TrialFacts) -> str:
 
 def run_path(view: StudyView, facts: TrialFacts) -> Path | None:
     """The directory of a trial's run."""
-    return None if facts.run is None else view.path.parent.parent / facts.run
+    if facts.run is None or not is_run_id(facts.run):
+        return None
+    return view.path.parent.parent / facts.run
 
 
 def model_path(view: StudyView, facts: TrialFacts) -> Path | None:

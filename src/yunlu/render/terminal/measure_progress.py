@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from yunlu.render.terminal.event_lines import describe
 from yunlu.render.terminal.run_display import DisplayedProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
@@ -25,7 +27,7 @@ def measure_progress(console: Console) -> Generator[Callable[[Event], None]]:
 
         def show(event: Event) -> None:
             if isinstance(event, ProgressReported):
-                status.update(event.phase)
+                status.update(Text(event.phase))
             elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
                 console.print(describe(event, progress))
 

@@ -8,11 +8,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from yunlu.core.foreign_text import escape_for_json
+from yunlu.render.terminal.console import TerminalConsole
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ STATE_STYLES = {
 _PAGE = 140
 
 
-def make_console() -> Console:
+def make_console() -> TerminalConsole:
     """Standard output, at a width that reads well where no terminal says its own."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PAGE)
+    console = TerminalConsole()
+    return console if console.is_terminal else TerminalConsole(width=_PAGE)
 
 
 def plain_table() -> Table:
@@ -56,6 +57,12 @@ def indented(block: RenderableType) -> RenderableType:
     return Padding(block, (0, 0, 0, 1), expand=False)
 
 
+def title_text(name: str, about: str) -> Text:
+    """First line of a run or study."""
+    mark = ("\n 云炉", f"bold {ACCENT}")
+    return Text.assemble(mark, "  ", (name, "bold"), "  ", (about, "dim"))
+
+
 def state_text(state: RunState) -> Text:
     """The state with its sign and colour."""
     sign, style = STATE_STYLES[state]
@@ -69,13 +76,18 @@ def print_value(value: Value, *, indent: int | None = None, **extra: Any) -> Non
 
 def print_json(value: Any, *, indent: int | None = None) -> None:
     """Print strict JSON: one line, or indented."""
-    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
-    sys.stdout.write("\n")
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    print_json_text(text)
+
+
+def print_json_text(text: str) -> None:
+    """Print a JSON document that is text already."""
+    sys.stdout.write(escape_for_json(text) + "\n")
 
 
 def to_json(value: Any) -> str:
     """Strict JSON: numbers that are not finite become text."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return escape_for_json(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

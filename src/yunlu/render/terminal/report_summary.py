@@ -69,13 +69,13 @@ def print_summary(report: Report, console: Console) -> None:
     console.print(_heading(report))
     if report.failure is not None:
         first = f"{report.failure.worker}: " if report.failure.worker else ""
-        console.print(Text(f"  {_clean(first + report.failure.message)}", "red"))
+        console.print(Text(f"  {first + report.failure.message}", "red"))
         if report.failure.hint:
-            console.print(Text(f"  → {_clean(report.failure.hint)}"))
+            console.print(Text(f"  → {report.failure.hint}"))
     for warning in report.warnings:
-        console.print(Text(f"  ! {_clean(warning)}", "yellow"))
+        console.print(Text(f"  ! {warning}", "yellow"))
     for finding in report.findings:
-        console.print(Text(f"  · {_clean(show_finding(finding).en)}"))
+        console.print(Text(f"  · {show_finding(finding).en}"))
     if (loss := report.curve("train_loss")) is not None:
         console.print(_loss_line(loss.values))
     if report.evaluations:
@@ -115,19 +115,12 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     return "".join(drawn)
 
 
-def _clean(text: str) -> str:
-    """Labels and messages may carry anything, even codes that would steer the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
-
-
 def _heading(report: Report) -> Text:
     colour = _COLOURS.get(report.state, "blue")
-    text = Text.assemble(
-        (_clean(report.name), "bold"), "  ", (report.state.value, f"bold {colour}")
-    )
+    text = Text.assemble((report.name, "bold"), "  ", (report.state.value, f"bold {colour}"))
     if report.headline is not None:
         value = show_metric(report.headline.metric, report.headline.value)
-        quoted = f"{_clean(report.headline.split)} {_clean(report.headline.metric)}"
+        quoted = f"{report.headline.split} {report.headline.metric}"
         text.append_text(Text.assemble("  ", quoted, " ", (value, "bold")))
     facts = [report.task, report.model]
     if report.parameters:
@@ -139,7 +132,7 @@ def _heading(report: Report) -> Text:
         facts.append(f"resumed {report.attempts - 1} ×")
     if report.reason:
         facts.append(report.reason)
-    known = " · ".join(_clean(fact) for fact in facts if fact)
+    known = " · ".join(fact for fact in facts if fact)
     return text.append(f"\n  {known}", "dim") if known else text
 
 
@@ -163,14 +156,14 @@ def _evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     table.add_column("split")
     for name in ("step", "loss", *names):
-        table.add_column(_clean(name), justify="right")
+        table.add_column(name, justify="right")
     shown = [
         row for row in rows if row.best or row.split == "test" or row in rows[-_MOST_EVALUATIONS:]
     ]
     for row in shown:
         star = " ★" if row.best else ""
         table.add_row(
-            Text(_clean(row.split) + star),
+            Text(row.split + star),
             f"{row.step:,}",
             show_metric("loss", row.loss),
             *(show_metric(name, row.metrics.get(name)) for name in names),
@@ -185,13 +178,13 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
     table = _table(f"Confusion ({matrix.split}; rows are true labels)")
     table.add_column("", no_wrap=True, max_width=20)
     for label in matrix.labels:
-        table.add_column(Text(_clean(label)), justify="right", no_wrap=True, max_width=9)
+        table.add_column(Text(label), justify="right", no_wrap=True, max_width=9)
     for i, (label, row) in enumerate(zip(matrix.labels, matrix.counts, strict=True)):
         cells = [
             Text(str(count), "dim" if not count else "bold green" if i == j else "red")
             for j, count in enumerate(row)
         ]
-        table.add_row(Text(_clean(label)), *cells)
+        table.add_row(Text(label), *cells)
     return table
 
 
@@ -265,7 +258,7 @@ def _communication_block(communication: Communication) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for index, line in enumerate(communication_lines(communication)):
         label, style = ("", "dim") if index else ("  exchange", "bold")
-        grid.add_row(label, Text(_clean(line), style))
+        grid.add_row(label, Text(line, style))
     return grid
 
 
@@ -285,7 +278,7 @@ def _happened_table(worker_group: WorkerGroupHistory) -> Table:
         rows.append((change.at, step, what, lost, again, None))
     for at, step, what, lost, again, style in sorted(rows, key=lambda row: row[0])[-_MOST_CHANGES:]:
         since = show_duration(max(worker_group.elapsed_at(at), 0.0))
-        table.add_row(since, step, Text(_clean(what)), lost, again, style=style)
+        table.add_row(since, step, Text(what), lost, again, style=style)
     if len(rows) > _MOST_CHANGES:
         table.caption = f"  {len(rows) - _MOST_CHANGES} earlier ones are in the report"
     return table
@@ -304,9 +297,9 @@ def _member_table(worker_group: WorkerGroupHistory) -> Table:
         tag = f"  {slow[worker.worker]:.1f} × slower" if worker.worker in slow else ""
         share = worker.wait_share
         table.add_row(
-            Text(_clean(worker.worker + tag)),
+            Text(worker.worker + tag),
             str(worker.rank),
-            Text(_clean(worker.host)),
+            Text(worker.host),
             "–" if worker.step_s is None else show_duration(worker.step_s),
             "–" if share is None else f"{share:.1%}",
             "–" if worker.memory_bytes is None else show_bytes(worker.memory_bytes),
@@ -325,7 +318,7 @@ def _layout_table(change: GroupGeneration) -> Group:
     for pp in range(stages):
         held = " + ".join(change.stages[pp::stages])
         title = f"stage {pp + 1}" if stages > 1 else "all layers"
-        table.add_column(Text(_clean(title + (f": {held}" if held else ""))))
+        table.add_column(Text(title + (f": {held}" if held else "")))
     for dp in sorted({rank.dp for rank in change.ranks}):
         cells: list[Text] = []
         for pp in range(stages):
@@ -336,7 +329,7 @@ def _layout_table(change: GroupGeneration) -> Group:
                 )
                 for fsdp in sorted({rank.fsdp for rank in here})
             ]
-            cells.append(Text(_clean("\n".join(lines))))
+            cells.append(Text("\n".join(lines)))
         table.add_row(f"replica {dp + 1}", *cells)
     cut = any(rank.tp for rank in change.ranks), any(rank.fsdp for rank in change.ranks)
     legends = ("side by side: cuts of one matrix", "below each other: shards")
@@ -349,14 +342,14 @@ def _trace_table(traced: TraceWritten) -> Group:
     phases = Text("  phases  ")
     for phase in traced.phases:
         if phase.share >= 5e-4:
-            phases.append(f"{_clean(phase.name)} ").append(f"{phase.share:.0%}  ", "bold")
+            phases.append(f"{phase.name} ").append(f"{phase.share:.0%}  ", "bold")
     table = _table(f"Where {traced.steps} traced steps spent their time")
     table.add_column("operator", max_width=60, no_wrap=True)
     for name in ("own time", "share", "calls"):
         table.add_column(name, justify="right")
     for row in traced.table[:_MOST_OPERATORS]:
         own = show_duration(row.self_s)
-        table.add_row(Text(_clean(row.name)), own, f"{row.share:.1%}", f"{row.calls:,}")
+        table.add_row(Text(row.name), own, f"{row.share:.1%}", f"{row.calls:,}")
     return Group("", table, phases)
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.follow import FollowedItem, MetricRecord
+from yunlu.render.terminal.console import print_note
 from yunlu.render.terminal.event_lines import describe, event_row, figures_text
 from yunlu.render.terminal.page import ACCENT, indented, to_json
 from yunlu.runs.events import ProgressReported, StateChanged, StepSkipped, event_fields
@@ -280,7 +281,7 @@ class JsonDisplay:
 
     def note(self, message: str) -> None:
         """On standard error: standard output carries JSON only."""
-        sys.stderr.write(f"{message}\n")
+        print_note(message)
 
     def close(self) -> None:
         """Nothing to close."""

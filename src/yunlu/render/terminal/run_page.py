@@ -65,6 +65,8 @@ def _head(run: RunDetails) -> list[RenderableType]:
         Text.assemble(title, (f"  {run.task} · {run.model}", "dim")),
         line,
     ]
+    if run.caution:
+        lines.append(Text(f" {run.caution}", style="yellow"))
     if run.error:
         lines.append(Text(f" {run.error}", style="red"))
     if run.state.can_resume:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_duration
 from yunlu.render.format import shorten, show_param, show_value
+from yunlu.render.terminal.console import print_note
 from yunlu.render.terminal.page import ACCENT, indented
 from yunlu.render.terminal.study_tables import describe_state, progress_line, study_page
 from yunlu.tuning.values import TrialState
@@ -127,7 +127,7 @@ class QuietStudy:
 
     def note(self, message: str) -> None:
         """On standard error: standard output carries JSON only."""
-        sys.stderr.write(f"{message}\n")
+        print_note(message)
 
     def close(self) -> None:
         """Nothing to close."""

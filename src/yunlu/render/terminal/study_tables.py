@@ -13,6 +13,7 @@ from rich.text import Text
 from yunlu.core.units import show_duration
 from yunlu.render.format import shorten, show_amount, show_dollars, show_param, show_value
 from yunlu.render.study_report.commands import model_path, run_path, train_command
+from yunlu.render.terminal.console import TerminalConsole
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
 from yunlu.render.terminal.report_summary import sparkline
 from yunlu.tuning.facts import rank_trials, wall_s
@@ -43,7 +44,7 @@ STATES = {
 _CURVE = 12
 _LONG = 66
 """Characters of a command that fit beside its name on most screens."""
-_RULER = Console(width=10_000)
+_RULER = TerminalConsole(width=10_000)
 """Measures tables; never prints."""
 _QUANTITIES = {"trials": "trials", "seconds": "time", "dollars": "cost"}
 

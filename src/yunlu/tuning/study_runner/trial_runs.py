@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.settings import read_settings
 from yunlu.runs.documents import read_job
 from yunlu.runs.events import AttemptStarted
-from yunlu.runs.home import find_runs, open_if_run
+from yunlu.runs.home import find_runs, is_run_id, open_if_run
 from yunlu.runs.run_store import Area, Document
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def make_run(
 
 def find_run(run_id: str) -> RunStore | None:
     """Directory of a trial's run; None if it was deleted."""
-    return open_if_run(read_settings().home / run_id)
+    return open_if_run(read_settings().home / run_id) if is_run_id(run_id) else None
 
 
 def write_verdict(run: RunStore, verdict: dict[str, Any]) -> None:

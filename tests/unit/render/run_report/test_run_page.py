@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rich.console import Console
 
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
 from yunlu.jobs.report_builder import build_report
 from yunlu.render.run_report.page import render_page
 from yunlu.render.run_report.write import write_report
+from yunlu.render.terminal.console import TerminalConsole
 from yunlu.render.terminal.report_summary import print_summary, sparkline
 from yunlu.runs.events import StepSkipped
 from yunlu.runs.home import open_run
@@ -39,7 +39,7 @@ def finished(tmp_path: Path) -> RunStore:
 
 
 def summary_text(report: Report, *, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console = TerminalConsole(file=io.StringIO(), width=width)
     print_summary(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

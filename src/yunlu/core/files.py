@@ -6,6 +6,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.json_decode import decode_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
@@ -69,7 +71,7 @@ def read_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
             offset += len(line)
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = decode_json(line)
                 except ValueError:  # the torn line of a crash, closed by the next writer
                     continue
                 yield record, offset
@@ -86,7 +88,7 @@ def read_last(path: Path, *, tail_bytes: int = 1 << 16) -> Any:
         return None
     for line in reversed(lines[:-1]):  # what follows the last line's end is torn
         try:
-            return json.loads(line)
+            return decode_json(line)
         except ValueError:
             continue
     return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from yunlu.core.errors import YunluError
+from yunlu.core.limits import VARIABLE, Limits, parse_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,14 @@ def read_settings() -> Settings:
         language="zh" if language.lower().startswith("zh") else "en",
         patience=_patience(env.get("YUNLU_PATIENCE")),
     )
+
+
+def read_limits() -> Limits:
+    """Limits on foreign files: ``YUNLU_LIMITS``, else the defaults."""
+    return _limits(os.environ.get(VARIABLE) or "")
+
+
+_limits = cache(parse_limits)
 
 
 def _patience(text: str | None) -> float:
@@ -78,6 +88,17 @@ def worker_environment(*, threads: int | None = None) -> dict[str, str]:
     if threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
+
+
+def ray_authentication() -> dict[str, str]:
+    """What a client of a Ray cluster needs to use the token that the environment names.
+
+    ``ray://`` connections ignore ``RAY_AUTH_TOKEN`` and ``RAY_AUTH_TOKEN_PATH`` unless the mode says so,
+    too. The file ``~/.ray/auth_token`` may be for another cluster: it is sent only in mode ``token``.
+    """
+    env = os.environ
+    has_token = bool(env.get("RAY_AUTH_TOKEN") or env.get("RAY_AUTH_TOKEN_PATH"))
+    return {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in env else {}
 
 
 def use_keras_on_torch() -> None:

@@ -8,7 +8,9 @@ again when it dies. What it has asked the cluster for is detached, and does not 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -21,6 +23,9 @@ from yunlu.executors.ray_parse import NODE_LABEL, OURS
 
 _LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
 """States of a placement group that holds devices, or may come to."""
+_TOKEN_WORDS = re.compile(
+    r"authentication token|UNAUTHENTICATED|AuthenticationError", re.IGNORECASE
+)
 _DESERTED_S = 10.0
 """Whoever reserves devices starts an actor there in the next moment."""
 
@@ -29,10 +34,12 @@ def main() -> int:
     """Answer until nobody asks."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever Ray prints is no answer
+    refusals = _hear_refusals()
     try:
         cluster = Cluster(sys.argv[1])
     except Exception as error:  # noqa: BLE001 (Ray raises all kinds; the executor tells the user)
-        _say(answers, error=_words(error))
+        refused = find_refusal(error, refusals)
+        _say(answers, error=refused or _words(error), wants_token=refused is not None)
         return 1
     _say(answers, answer="connected")
     for line in sys.stdin:
@@ -193,6 +200,29 @@ def _describe(group: dict[str, Any]) -> dict[str, Any]:
         "node": (group.get("bundles_to_node_id") or {}).get(0) or "",
         "resources": group["bundles"].get(0) or {},
     }
+
+
+def find_refusal(error: BaseException, heard: list[str]) -> str | None:
+    """What Ray says of a missing or wrong token: in the error, or on the way to it."""
+    for text in (str(error), *heard):
+        for line in text.splitlines():
+            if _TOKEN_WORDS.search(line):
+                return line.strip()
+    return None
+
+
+def _hear_refusals() -> list[str]:
+    """Messages of Ray's client: it takes a refused token for a slow server, and reports a timeout."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logger = logging.getLogger("ray.util.client.worker")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(Listener())
+    return heard
 
 
 def _words(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yunlu.core.errors import ModelError, TrainingError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
+from yunlu.core.json_decode import read_json
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
@@ -103,10 +104,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise ModelError(f"{path} does not hold a configuration: it is not an object.")
     return config

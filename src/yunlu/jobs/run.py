@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, error_of_code
+from yunlu.core.json_decode import decode_json
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
 from yunlu.executors.worker_group import running_workers
@@ -56,7 +56,7 @@ class RunRecord(RunSummary):
 def new_record(run: RunStore) -> RunRecord | None:
     """A record that has read no event yet; None where the directory is not a run."""
     try:
-        job, stat = json.loads(run.read(Document.JOB) or b""), run.stat(Document.JOB)
+        job, stat = decode_json(run.read(Document.JOB) or b""), run.stat(Document.JOB)
         created_at = stat.modified_at if stat else 0.0
         name = job.get("name") or run.id.rpartition("-")[0] or run.id
         task, model = str(job["task"]), str(job["model"]["name"])
@@ -219,7 +219,7 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
 def _whole_records(lines: list[bytes]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
-            record = json.loads(line)
+            record = decode_json(line)
         except ValueError:  # half a line, at the end or after a crash
             continue
         if is_step(record):

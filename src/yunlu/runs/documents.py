@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError
+from yunlu.core.json_decode import decode_json
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ def read_job(run: RunStore) -> Job:
     content = run.read(Document.JOB)
     if content is None:
         raise not_a_run(run)
-    return Job.model_validate_json(content)
+    try:
+        return Job.model_validate_json(content)
+    except ValueError as error:
+        raise StoreError(
+            f"{run.address}: its {Document.JOB} is damaged: {_first(error)}"
+        ) from error
 
 
 def read_raw_job(run: RunStore) -> dict[str, Any] | None:
@@ -39,7 +44,12 @@ def read_plan(run: RunStore) -> Plan | None:
     from yunlu.planning.plan import Plan  # noqa: PLC0415 (slow to import: many only list runs)
 
     content = run.read(Document.PLAN)
-    return None if content is None else Plan.model_validate_json(content)
+    try:
+        return None if content is None else Plan.model_validate_json(content)
+    except ValueError as error:
+        raise StoreError(
+            f"{run.address}: its {Document.PLAN} is damaged: {_first(error)}"
+        ) from error
 
 
 def require_plan(run: RunStore) -> Plan:
@@ -59,7 +69,7 @@ def read_json(run: RunStore, document: str) -> dict[str, Any] | None:
     """A document that holds a JSON object; None where it is missing or damaged."""
     content = run.read(document)
     try:
-        value = None if content is None else json.loads(content)
+        value = None if content is None else decode_json(content)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -72,6 +82,10 @@ def read_number(run: RunStore, document: str) -> int | None:
         return None if content is None else int(content)
     except ValueError:
         return None
+
+
+def _first(error: ValueError) -> str:
+    return (str(error).splitlines() or ["?"])[-1 if len(str(error).splitlines()) < 2 else 1].strip()
 
 
 def not_a_run(run: RunStore) -> StoreError:

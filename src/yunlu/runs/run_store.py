@@ -6,12 +6,12 @@ knows whether the run is a directory of this machine, of a shared file system, o
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
+from yunlu.core.json_decode import decode_json
 from yunlu.runs.events import WarningRaised, parse_event, to_record
 from yunlu.runs.step_metrics import is_step
 
@@ -240,7 +240,7 @@ def last_record(run: RunStore, log: Log) -> Any:
     tail = run.read(log, offset=-_TAIL_BYTES)
     for line in reversed((tail or b"").split(b"\n")[:-1]):  # after the last line end: a torn record
         try:
-            return json.loads(line)
+            return decode_json(line)
         except ValueError:
             continue
     return None

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yunlu.core.errors import ModelError, YunluError, missing_part
+from yunlu.core.json_decode import read_json
 from yunlu.core.value import Value
 from yunlu.planning.models.hf_config import shape_from_config
 from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
@@ -332,7 +333,7 @@ def fetch_config(name: str) -> dict[str, Any]:
             f"hf:{name}: its config.json cannot be fetched from the hub: {reason}",
             hint="check the name and the network, or give the path of a downloaded model",
         ) from error
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    return read_json(Path(path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

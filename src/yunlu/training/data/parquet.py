@@ -1,0 +1,98 @@
+"""Parquet files, column by column, within the limits on foreign files."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from yunlu.core.limits import Limits, check_memory, check_shape, check_unpacked
+from yunlu.core.settings import read_limits
+from yunlu.training.data.arrow import columns_of_arrow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from yunlu.training.data.table import Column
+
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 14, 256 << 20
+_RUN_LENGTH_FACTOR = 4
+"""Runs and dictionaries are what the format is for: an honest one-hot table of a million rows packs 400
+to 1 beyond what the codec of its pages does."""
+
+
+def read_columns(open_file: Callable[..., Any], content: bytes, where: str) -> dict[str, Column]:
+    """The columns of a file, unless it claims, or turns out, to hold more than the limits allow.
+
+    One column after the other: of a file whose footer lies about its sizes, one page (of 2 GiB, the
+    format's own limit) is unpacked before its size is known, not one for each column.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
+
+    limits = read_limits()
+    footer = open_file(io.BytesIO(content)).metadata
+    _check_footer(footer, len(content), where, limits)
+    # A dictionary stays one: a text of a megabyte that a million rows refer to is held once.
+    texts = _text_paths(footer)
+    file = open_file(io.BytesIO(content), read_dictionary=texts)
+    columns: dict[str, Column] = {}
+    held = 0
+    average = sum(_chunk_sizes(footer)) // max(footer.num_rows, 1)
+    rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(average, 1)))
+    for field in file.schema_arrow:
+        batches: list[Any] = []
+        for batch in file.iter_batches(rows, columns=[field.name], use_threads=False):
+            column = batch.select([field.name])  # asked for "a", it also gives the column "a.b"
+            held += _python_bytes(column.column(0))
+            check_unpacked(where, held, len(content), limits, factor=_RUN_LENGTH_FACTOR)
+            batches.append(column)
+        schema = pa.schema([field])
+        columns |= columns_of_arrow(pa.Table.from_batches(batches, schema))
+    return columns
+
+
+def _check_footer(footer: Any, packed: int, where: str, limits: Limits) -> None:
+    check_shape(where, limits=limits, rows=footer.num_rows, columns=footer.num_columns)
+    check_unpacked(where, sum(_chunk_sizes(footer)), packed, limits)
+    # A width of fixed-size values, times the rows: no page has to be read to know it.
+    width = sum(
+        footer.schema.column(column).length
+        for column in range(footer.num_columns)
+        if footer.schema.column(column).physical_type == "FIXED_LEN_BYTE_ARRAY"
+    )
+    check_memory(where, width * footer.num_rows, limits)
+
+
+def _chunk_sizes(footer: Any) -> Iterator[int]:
+    for group in range(footer.num_row_groups):
+        for column in range(footer.num_columns):
+            yield footer.row_group(group).column(column).total_uncompressed_size
+
+
+def _text_paths(footer: Any) -> list[str]:
+    leaves = [footer.schema.column(column) for column in range(footer.num_columns)]
+    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+
+
+def _python_bytes(array: Any) -> int:
+    """Bytes that the values take once they are columns; a text is shared by rows that repeat it."""
+    import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
+
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return array.dictionary.nbytes + 8 * len(array)
+    if pa.types.is_struct(kind):
+        return 64 * len(array) + sum(map(_nested_bytes, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return 64 * len(array) + _nested_bytes(array.flatten())
+    return array.nbytes
+
+
+def _nested_bytes(array: Any) -> int:
+    """As ``_python_bytes``, of values inside others: there each is a Python value of its own."""
+    import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return (pc.sum(lengths).as_py() or 0) + 50 * len(array)
+    return max(_python_bytes(array), 8 * len(array))

@@ -91,7 +91,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
         source: Literal["known", "config"] = "config"
     elif not name.startswith(_PREFIX) or index.is_dir():
         return None
-    elif (known := find_config(name)) is not None:
+    elif (known := find_config(name.partition("@")[0])) is not None:
         config, where, source = known, f"{name} (built in)", "known"
     else:
         config, where, source = _fetch(str(index), command), f"{name}: config.json", "config"

@@ -35,7 +35,7 @@ from yunlu.spec.job import Job
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.models.adapter import add_adapter
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.models.hf import is_hf
+from yunlu.training.models.hf import is_hf, split_revision
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
 from yunlu.training.parallel.pipeline_stages import why_not_split
@@ -326,7 +326,8 @@ def fetch_config(name: str) -> dict[str, Any]:
     except ImportError as error:
         raise missing_part("transformers", "hf", f"The model {name}") from error
     try:
-        path = hf_hub_download(name, "config.json")
+        repository, revision = split_revision(name)
+        path = hf_hub_download(repository, "config.json", revision=revision)
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())[:200]
         raise ModelError(

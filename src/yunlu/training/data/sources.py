@@ -96,6 +96,14 @@ def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
     return _read_location(location, data.format)
 
 
+def is_hub_dataset(source: str) -> bool:
+    """Whether a source is a data set on the hub: ``hf:NAME`` that is no path here."""
+    scheme, _, name = source.partition(":")
+    if scheme != "hf" or name.startswith(("//", ".", "/", "~")):
+        return False
+    return not Path(name).expanduser().is_dir()
+
+
 def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
     """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``synthetic:NAME``."""
     if path.startswith("synthetic:"):
@@ -117,10 +125,9 @@ def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def _read_hf(name: str) -> dict[str, DataTable]:
-    folder = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) or folder.is_dir():
-        return _read_location(locate(str(folder)), "hf")
-    return packages.load_hub(name)
+    if is_hub_dataset(f"hf:{name}"):
+        return packages.load_hub(name)
+    return _read_location(locate(str(Path(name).expanduser())), "hf")
 
 
 def _read_location(location: Location, form: str) -> dict[str, DataTable]:

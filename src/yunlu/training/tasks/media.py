@@ -15,7 +15,7 @@ from yunlu.core.limits import check_sample_rate
 from yunlu.core.settings import read_limits
 from yunlu.training.data.audio import LogMelFrontEnd, WaveformFrontEnd, read_audio
 from yunlu.training.data.table import FileRef
-from yunlu.training.models.hf import find_hf_directory, names_hf
+from yunlu.training.models.hf import check_config, find_hf_directory, names_hf
 from yunlu.training.tasks.scoring import ClassScorer, loss_sum
 from yunlu.training.tasks.task import Batch, call, logits_of
 
@@ -170,6 +170,7 @@ def read_hf_config(spec: ModelSpec) -> Any:
     except ImportError as error:
         raise missing_part("transformers", "hf", f"The model {spec.name}") from error
     directory = find_hf_directory(spec.name)
+    check_config(directory / "config.json", spec.args)
     try:
         return AutoConfig.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, **spec.args

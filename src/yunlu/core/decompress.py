@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Protocol
 
 from yunlu.core.errors import DataError, YunluError
-from yunlu.core.limits import check_shape, check_unpacked
+from yunlu.core.limits import check_unpacked, over_limit
 
 if TYPE_CHECKING:
     import zipfile
@@ -55,7 +55,9 @@ def check_archive(
     their packed sizes are compared with the archive's own.
     """
     members = archive.infolist()
-    check_shape(where, limits=limits, columns=len(members))
+    if len(members) > limits.columns:
+        message = f"{where} has {len(members):,} members; at most {limits.columns:,} are read"
+        raise over_limit(message, "columns", len(members), kind=kind)
     size = sum(member.file_size for member in members)
     packed = sum(member.compress_size for member in members)
     if archive.fp is not None:

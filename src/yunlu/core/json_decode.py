@@ -62,7 +62,7 @@ def read_json(path: Path, *, kind: type[YunluError] = ModelError) -> Any:
 def _check_depth(value: Any) -> None:
     """Level by level: what is too deep for the parser is too deep for recursion here."""
     level = [value]
-    for _ in range(read_limits().depth + 1):
+    for _ in range(read_limits().depth):
         level = [child for item in level for child in _children(item)]
         if not level:
             return
@@ -70,9 +70,9 @@ def _check_depth(value: Any) -> None:
 
 
 def _children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    return item if isinstance(item, list) else []
+    """Lists and mappings inside one; a text or number is no level."""
+    values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [value for value in values if isinstance(value, dict | list)]
 
 
 def _without_lone(value: Any, *, replace: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.limits import Limits, check_memory, check_shape, check_unpacked
+from yunlu.core.limits import Limits, check_shape, check_unpacked
 from yunlu.core.settings import read_limits
 from yunlu.training.data.arrow import columns_of_arrow
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from yunlu.training.data.table import Column
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 14, 256 << 20
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+_WIDTHS |= {"BYTE_ARRAY": 8}  # the reference of a row to its text
 _RUN_LENGTH_FACTOR = 4
 """Runs and dictionaries are what the format is for: an honest one-hot table of a million rows packs 400
 to 1 beyond what the codec of its pages does."""
@@ -53,13 +55,17 @@ def read_columns(open_file: Callable[..., Any], content: bytes, where: str) -> d
 def _check_footer(footer: Any, packed: int, where: str, limits: Limits) -> None:
     check_shape(where, limits=limits, rows=footer.num_rows, columns=footer.num_columns)
     check_unpacked(where, sum(_chunk_sizes(footer)), packed, limits)
-    # A width of fixed-size values, times the rows: no page has to be read to know it.
-    width = sum(
-        footer.schema.column(column).length
-        for column in range(footer.num_columns)
-        if footer.schema.column(column).physical_type == "FIXED_LEN_BYTE_ARRAY"
+    # The width of plain values, times the rows: no page has to be read to know it.
+    width = sum(_width(footer.schema.column(column)) for column in range(footer.num_columns))
+    check_unpacked(where, width * footer.num_rows, packed, limits, factor=_RUN_LENGTH_FACTOR)
+
+
+def _width(leaf: Any) -> int:
+    if leaf.max_repetition_level:
+        return 0
+    return (
+        leaf.length if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS[leaf.physical_type]
     )
-    check_memory(where, width * footer.num_rows, limits)
 
 
 def _chunk_sizes(footer: Any) -> Iterator[int]:

@@ -109,12 +109,10 @@ def test_rates_that_no_converter_has_are_refused(rate: int) -> None:
 
 def test_a_bomb_is_not_unpacked_beyond_its_limit() -> None:
     packed = io.BytesIO(gzip.compress(bytes(64 << 20)))
-    with (
-        gzip.GzipFile(fileobj=packed) as stream,
-        pytest.raises(DataError, match="above 100 to 1"),
-    ):
-        read_bounded(stream, "x", LIMITS, packed=packed.tell)
-    assert stream.tell() <= 2 << 20
+    with gzip.GzipFile(fileobj=packed) as stream:
+        with pytest.raises(DataError, match="above 100 to 1"):
+            read_bounded(stream, "x", LIMITS, packed=packed.tell)
+        assert stream.tell() <= 2 << 20
 
 
 def test_a_long_honest_beginning_does_not_hide_a_bomb() -> None:

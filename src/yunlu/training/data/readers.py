@@ -324,7 +324,7 @@ def _check_array(where: str, stream: IO[bytes], size: int) -> None:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0
     shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(stream)
-    count = math.prod(shape)
+    count, size = math.prod(shape), size - stream.tell()
     check_shape(where, limits=read_limits(), rows=shape[0] if shape else 0)
     if not dtype.hasobject and count * dtype.itemsize > size:
         raise DataError(

@@ -6,6 +6,7 @@ The environment sets them, not the job: whoever wrote a hostile file may have wr
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +15,7 @@ from yunlu.core.errors import DataError, YunluError, did_you_mean
 from yunlu.core.units import show_bytes
 
 VARIABLE = "YUNLU_LIMITS"
+_ASSUMED_BYTES = 16 << 30
 
 _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))},
@@ -84,11 +86,12 @@ def parse_limits(text: str) -> Limits:
 
 def usable_memory() -> int:
     """Bytes of memory of this machine, or of the container."""
-    import psutil  # noqa: PLC0415 (only readers of data need it)
+    from yunlu.core.cgroup import read_cgroup  # noqa: PLC0415 (only readers of data need it)
 
-    from yunlu.core.cgroup import read_cgroup  # noqa: PLC0415
-
-    total = int(psutil.virtual_memory().total)
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # not POSIX
+        total = _ASSUMED_BYTES
     allowed = read_cgroup().memory_bytes
     return total if allowed is None else min(total, allowed)
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any
 
+from yunlu.core.json_decode import decode_json
 from yunlu.executors.ray_actor import LeaseActor
 from yunlu.executors.ray_parse import NODE_LABEL, OURS
 
@@ -43,7 +44,7 @@ def main() -> int:
         return 1
     _say(answers, answer="connected")
     for line in sys.stdin:
-        requested = json.loads(line)
+        requested = decode_json(line)
         try:
             result = getattr(cluster, requested["call"])(**requested["with"])
         except Exception as error:  # noqa: BLE001 (as above)

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from yunlu.core.errors import missing_part
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import ray_authentication, worker_environment
 from yunlu.executors.executor import ExecutorError
 
@@ -159,7 +160,7 @@ class _Bridge:
                 raise _SilentError("was lost")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
-        answer = json.loads(line)
+        answer = decode_json(line)
         if answer.get("wants_token"):
             raise _TokenError(f"Ray: {answer['error']}")
         if "error" in answer:

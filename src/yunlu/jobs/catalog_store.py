@@ -19,6 +19,7 @@ import yaml
 
 from yunlu.core.errors import did_you_mean
 from yunlu.core.files import write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import read_settings
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import MIB, PRECISIONS
@@ -62,7 +63,7 @@ def read_added() -> Additions:
     path = home() / "own.json"
     if not path.exists():
         return Additions()
-    return read_additions(json.loads(path.read_text("utf-8")), where=str(path))
+    return read_additions(decode_json(path.read_text("utf-8")), where=str(path))
 
 
 def read_file(path: Path) -> Additions:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yunlu.core.errors import ModelError, TrainingError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
-from yunlu.core.json_decode import read_json
+from yunlu.core.json_decode import decode_json, read_json
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
@@ -153,7 +153,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
     path = read_settings().cache / "shapes" / f"config-{digest}.json"
     try:
-        return json.loads(path.read_bytes())
+        return decode_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never fetched, or torn
     config = _ask([*command, "--config", name], "")["config"]
@@ -181,7 +181,7 @@ def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
         env=worker_environment(),
     )
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = decode_json(done.stdout)
     except ValueError as error:
         text = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
         raise TrainingError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from yunlu.core.errors import StoreError
 from yunlu.core.json_decode import decode_json
 from yunlu.runs.run_store import Document
@@ -23,10 +25,8 @@ def read_job(run: RunStore) -> Job:
         raise not_a_run(run)
     try:
         return Job.model_validate_json(content)
-    except ValueError as error:
-        raise StoreError(
-            f"{run.address}: its {Document.JOB} is damaged: {_first(error)}"
-        ) from error
+    except ValidationError as error:
+        raise _damaged(run, Document.JOB, error) from error
 
 
 def read_raw_job(run: RunStore) -> dict[str, Any] | None:
@@ -46,10 +46,8 @@ def read_plan(run: RunStore) -> Plan | None:
     content = run.read(Document.PLAN)
     try:
         return None if content is None else Plan.model_validate_json(content)
-    except ValueError as error:
-        raise StoreError(
-            f"{run.address}: its {Document.PLAN} is damaged: {_first(error)}"
-        ) from error
+    except ValidationError as error:
+        raise _damaged(run, Document.PLAN, error) from error
 
 
 def require_plan(run: RunStore) -> Plan:
@@ -84,8 +82,11 @@ def read_number(run: RunStore, document: str) -> int | None:
         return None
 
 
-def _first(error: ValueError) -> str:
-    return (str(error).splitlines() or ["?"])[-1 if len(str(error).splitlines()) < 2 else 1].strip()
+def _damaged(run: RunStore, document: Document, error: ValidationError) -> StoreError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    problem = f"{where}: {first['msg']}" if where else first["msg"]
+    return StoreError(f"{run.address}: its {document} is damaged: {problem}")
 
 
 def not_a_run(run: RunStore) -> StoreError:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.value import Value
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class PoolStore:
     def read_view(self) -> dict[str, Any] | None:
         """What it looked like at the last look; none where there was none."""
         try:
-            result = json.loads(self.view.read_bytes())
+            result = decode_json(self.view.read_bytes())
         except (OSError, ValueError):
             return None
         return result if isinstance(result, dict) else None
@@ -126,7 +127,7 @@ class PoolStore:
     def read_teams(self) -> dict[str, float]:
         """Device-seconds that each team has used lately."""
         try:
-            result = json.loads(self.teams.read_bytes())
+            result = decode_json(self.teams.read_bytes())
             return {str(team): float(used) for team, used in result.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}

@@ -7,7 +7,6 @@ status; the process that runs the study holds ``runner.lock``; a file ``stop`` a
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.files import write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 from yunlu.planning.plan import Plan
@@ -222,7 +222,7 @@ def list_studies() -> list[str]:
 
 def _created_at(request: Path) -> float:
     try:
-        return float(json.loads(request.read_bytes())["created_at"])
+        return float(decode_json(request.read_bytes())["created_at"])
     except (ValueError, KeyError, TypeError, OSError):
         return 0.0  # damaged: it says so when it is opened
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import zipfile
     from collections.abc import Callable
 
-    from yunlu.core.limits import Limits
+    from yunlu.core.limits import FileLimits
 
 _AT_ONCE = 1 << 20
 
@@ -24,7 +24,7 @@ class _Readable(Protocol):
 def read_bounded(
     stream: _Readable,
     where: str,
-    limits: Limits,
+    limits: FileLimits,
     *,
     packed: Callable[[], int] | None = None,
     kind: type[YunluError] = DataError,
@@ -45,7 +45,7 @@ def read_bounded(
 def check_archive(
     archive: zipfile.ZipFile,
     where: str,
-    limits: Limits,
+    limits: FileLimits,
     *,
     kind: type[YunluError] = DataError,
 ) -> None:

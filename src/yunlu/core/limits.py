@@ -1,4 +1,4 @@
-"""Limits on foreign files, against those that unpack to far more than they look.
+"""FileLimits on foreign files, against those that unpack to far more than they look.
 
 The environment sets them, not the job: whoever wrote a hostile file may have written the job beside it.
 """
@@ -26,7 +26,7 @@ _ENTRY = re.compile(r"(?P<name>\w+)\s*=\s*(?P<number>[0-9][0-9_]*(\.[0-9]+)?)\s*
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FileLimits:
     """Largest foreign content that is read; ``YUNLU_LIMITS="memory=64GiB, pixels=500M"`` raises them."""
 
     memory: int
@@ -59,10 +59,10 @@ class Limits:
     """Bytes of one job file."""
 
 
-def parse_limits(text: str) -> Limits:
+def parse_limits(text: str) -> FileLimits:
     """The defaults, with what ``name=number`` pairs, separated by commas or spaces, set otherwise."""
     values: dict[str, Any] = {}
-    known = {field.name: field for field in fields(Limits)}
+    known = {field.name: field for field in fields(FileLimits)}
     for entry in re.split(r"[,\s]+(?=[a-z_]+\s*=)|[,\s]+$", text.strip().lower()):
         if not entry:
             continue
@@ -81,7 +81,7 @@ def parse_limits(text: str) -> Limits:
         values[match["name"]] = number if match["name"] == "ratio" else int(number)
     if "memory" not in values:
         values["memory"] = usable_memory() // 2
-    return Limits(**values)
+    return FileLimits(**values)
 
 
 def usable_memory() -> int:
@@ -108,7 +108,7 @@ def over_limit(
 
 
 def check_memory(
-    where: str, count_bytes: float, limits: Limits, *, kind: type[YunluError] = DataError
+    where: str, count_bytes: float, limits: FileLimits, *, kind: type[YunluError] = DataError
 ) -> None:
     """Refuse content that would take more memory than one data set may."""
     if count_bytes > limits.memory:
@@ -125,7 +125,7 @@ def check_unpacked(
     where: str,
     unpacked: int,
     packed: int,
-    limits: Limits,
+    limits: FileLimits,
     *,
     factor: float = 1.0,
     kind: type[YunluError] = DataError,
@@ -145,7 +145,7 @@ def check_unpacked(
         )
 
 
-def check_shape(where: str, *, limits: Limits, rows: int = 0, columns: int = 0) -> None:
+def check_shape(where: str, *, limits: FileLimits, rows: int = 0, columns: int = 0) -> None:
     """Refuse a table of too many rows or columns."""
     for name, count, most in (("rows", rows, limits.rows), ("columns", columns, limits.columns)):
         if count > most:
@@ -154,7 +154,7 @@ def check_shape(where: str, *, limits: Limits, rows: int = 0, columns: int = 0) 
             )
 
 
-def check_sample_rate(where: str, rate: int, limits: Limits) -> None:
+def check_sample_rate(where: str, rate: int, limits: FileLimits) -> None:
     """Refuse a rate no converter has: resampling multiplies what it cannot divide."""
     if limits.sample_rate_min <= rate <= limits.sample_rate_max:
         return

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from yunlu.core.errors import YunluError
-from yunlu.core.limits import VARIABLE, Limits, parse_limits
+from yunlu.core.limits import VARIABLE, FileLimits, parse_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ def read_settings() -> Settings:
     )
 
 
-def read_limits() -> Limits:
-    """Limits on foreign files: ``YUNLU_LIMITS``, else the defaults."""
+def read_limits() -> FileLimits:
+    """FileLimits on foreign files: ``YUNLU_LIMITS``, else the defaults."""
     return _limits(os.environ.get(VARIABLE) or "")
 
 

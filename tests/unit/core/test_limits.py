@@ -1,4 +1,4 @@
-"""Limits on foreign files: how they are set, and what they refuse."""
+"""FileLimits on foreign files: how they are set, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from yunlu.core.decompress import check_archive, read_bounded
 from yunlu.core.errors import DataError, ModelError, YunluError
 from yunlu.core.limits import (
-    Limits,
+    FileLimits,
     check_memory,
     check_sample_rate,
     check_unpacked,
@@ -25,7 +25,7 @@ from yunlu.core.settings import read_limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMITS = Limits(memory=1 << 20, ratio=100, ratio_from=1 << 10)
+LIMITS = FileLimits(memory=1 << 20, ratio=100, ratio_from=1 << 10)
 
 
 def test_without_a_setting_half_of_the_memory_is_for_data() -> None:
@@ -118,7 +118,7 @@ def test_a_bomb_is_not_unpacked_beyond_its_limit() -> None:
 def test_a_long_honest_beginning_does_not_hide_a_bomb() -> None:
     honest = bytes(range(256)) * 2_000
     packed = io.BytesIO(gzip.compress(honest, 0) + gzip.compress(bytes(64 << 20)))
-    limits = Limits(memory=1 << 30, ratio=20, ratio_from=1 << 10)
+    limits = FileLimits(memory=1 << 30, ratio=20, ratio_from=1 << 10)
     with gzip.GzipFile(fileobj=packed) as stream, pytest.raises(DataError, match="above 20 to 1"):
         read_bounded(stream, "x", limits, packed=packed.tell)
 
@@ -159,6 +159,6 @@ def _many(archive: zipfile.ZipFile) -> None:
 def test_archives_are_judged_by_their_directory(
     fill: Callable[[zipfile.ZipFile], None], message: str
 ) -> None:
-    limits = Limits(memory=1 << 20, ratio=100, ratio_from=1 << 10, columns=20)
+    limits = FileLimits(memory=1 << 20, ratio=100, ratio_from=1 << 10, columns=20)
     with pytest.raises(ModelError, match=message), _archive(fill) as archive:
         check_archive(archive, "x", limits, kind=ModelError)

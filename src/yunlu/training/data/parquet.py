@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.limits import Limits, check_shape, check_unpacked
+from yunlu.core.limits import FileLimits, check_shape, check_unpacked
 from yunlu.core.settings import read_limits
 from yunlu.training.data.arrow import columns_of_arrow
 
@@ -52,7 +52,7 @@ def read_columns(open_file: Callable[..., Any], content: bytes, where: str) -> d
     return columns
 
 
-def _check_footer(footer: Any, packed: int, where: str, limits: Limits) -> None:
+def _check_footer(footer: Any, packed: int, where: str, limits: FileLimits) -> None:
     check_shape(where, limits=limits, rows=footer.num_rows, columns=footer.num_columns)
     check_unpacked(where, sum(_chunk_sizes(footer)), packed, limits)
     # The width of plain values, times the rows: no page has to be read to know it.

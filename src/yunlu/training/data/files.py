@@ -6,7 +6,7 @@ import difflib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import fsspec
 import xxhash
@@ -64,7 +64,8 @@ class Location:
             codec = infer_compression(self.path)
             if codec is None:
                 return read_whole(file, self.url) if count is None else file.read(count)
-            with compr[codec](file, mode="rb") as unpacked:
+            open_codec = cast("dict[str, Any]", compr)[codec]
+            with open_codec(file, mode="rb") as unpacked:
                 if count is not None:
                     return unpacked.read(count)
                 return read_bounded(unpacked, self.url, read_limits(), packed=file.tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.limits import FileLimits, check_shape, check_unpacked
@@ -15,8 +16,15 @@ if TYPE_CHECKING:
     from yunlu.training.data.table import Column
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 14, 256 << 20
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
-_WIDTHS |= {"BYTE_ARRAY": 8}  # the reference of a row to its text
+_WIDTHS = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "FLOAT": 4,
+    "INT64": 8,
+    "DOUBLE": 8,
+    "INT96": 12,
+    "BYTE_ARRAY": 8,  # the reference of a row to its text
+}
 _RUN_LENGTH_FACTOR = 4
 """Runs and dictionaries are what the format is for: an honest one-hot table of a million rows packs 400
 to 1 beyond what the codec of its pages does."""
@@ -96,9 +104,16 @@ def _python_bytes(array: Any) -> int:
 def _nested_bytes(array: Any) -> int:
     """As ``_python_bytes``, of values inside others: there each is a Python value of its own."""
     import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
-    import pyarrow.compute as pc  # noqa: PLC0415
 
-    if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return (pc.sum(lengths).as_py() or 0) + 50 * len(array)
+    if pa.types.is_dictionary(array.type) and _is_text(array.dictionary.type):
+        compute: Any = import_module("pyarrow.compute")  # its functions are made at run time
+        lengths = compute.binary_length(array.dictionary).take(array.indices)
+        return (compute.sum(lengths).as_py() or 0) + 50 * len(array)
     return max(_python_bytes(array), 8 * len(array))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa  # noqa: PLC0415 - heavy, and only these files need it
+
+    kinds = (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
+    return any(kind.equals(text) for text in kinds)

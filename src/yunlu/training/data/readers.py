@@ -316,7 +316,9 @@ def _check_arrays(file: Location, content: bytes) -> None:
         check_archive(archive, file.url, limits)
         for member in archive.infolist():
             with archive.open(member) as stream:
-                if stream.peek(6).startswith(b"\x93NUMPY"):
+                is_array = stream.read(6) == b"\x93NUMPY"
+                stream.seek(0)
+                if is_array:
                     _check_array(f"{file.url}: {member.filename}", stream, member.file_size)
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from yunlu.training.data.table import Column
 
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 14, 256 << 20
+_LARGE_CHUNK_BYTES, _ROWS_AT_ONCE = 512 << 20, 1 << 10
+"""An Arrow dictionary ends at 2 GiB: larger chunks of text are read plainly, a few rows at a time."""
 _WIDTHS = {
     "BOOLEAN": 1,
     "INT32": 4,
@@ -41,28 +42,37 @@ def read_columns(open_file: Callable[..., Any], content: bytes, where: str) -> d
     limits = read_limits()
     footer = open_file(io.BytesIO(content)).metadata
     _check_footer(footer, len(content), where, limits)
-    # A dictionary stays one: a text of a megabyte that a million rows refer to is held once.
-    texts = _text_paths(footer)
-    file = open_file(io.BytesIO(content), read_dictionary=texts)
     columns: dict[str, Column] = {}
     held = 0
-    average = sum(_chunk_sizes(footer)) // max(footer.num_rows, 1)
-    rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(average, 1)))
+    # A dictionary stays one: a text of a megabyte that a million rows refer to is held once.
+    shared = _text_paths(footer, large=False)
+    large = {path.partition(".")[0] for path in _text_paths(footer, large=True)}
+    file = open_file(io.BytesIO(content), read_dictionary=shared)
     for field in file.schema_arrow:
-        batches: list[Any] = []
-        for batch in file.iter_batches(rows, columns=[field.name], use_threads=False):
+        pieces: list[Any] = []
+        for batch in _batches(file, field.name, is_plain=field.name.partition(".")[0] in large):
             column = batch.select([field.name])  # asked for "a", it also gives the column "a.b"
             held += _python_bytes(column.column(0))
             check_unpacked(where, held, len(content), limits, factor=_RUN_LENGTH_FACTOR)
-            batches.append(column)
-        schema = pa.schema([field])
-        columns |= columns_of_arrow(pa.Table.from_batches(batches, schema))
+            pieces.append(column)
+        columns |= columns_of_arrow(pa.Table.from_batches(pieces, pa.schema([field])))
     return columns
+
+
+def _batches(file: Any, name: str, *, is_plain: bool) -> Iterator[Any]:
+    """A column, by row groups: the builder of a dictionary goes through all of it for each batch."""
+    if is_plain:
+        yield from file.iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False)
+        return
+    for group in range(file.metadata.num_row_groups):
+        table = file.read_row_group(group, columns=[name], use_threads=False)
+        yield from table.to_batches()
 
 
 def _check_footer(footer: Any, packed: int, where: str, limits: FileLimits) -> None:
     check_shape(where, limits=limits, rows=footer.num_rows, columns=footer.num_columns)
-    check_unpacked(where, sum(_chunk_sizes(footer)), packed, limits)
+    sizes = (sum(_chunk_sizes(footer, column)) for column in range(footer.num_columns))
+    check_unpacked(where, sum(sizes), packed, limits)
     # The width of plain values, times the rows: no page has to be read to know it.
     width = sum(_width(footer.schema.column(column)) for column in range(footer.num_columns))
     check_unpacked(where, width * footer.num_rows, packed, limits, factor=_RUN_LENGTH_FACTOR)
@@ -76,15 +86,19 @@ def _width(leaf: Any) -> int:
     )
 
 
-def _chunk_sizes(footer: Any) -> Iterator[int]:
-    for group in range(footer.num_row_groups):
-        for column in range(footer.num_columns):
-            yield footer.row_group(group).column(column).total_uncompressed_size
+def _chunk_sizes(footer: Any, column: int) -> list[int]:
+    groups = range(footer.num_row_groups)
+    return [footer.row_group(group).column(column).total_uncompressed_size for group in groups]
 
 
-def _text_paths(footer: Any) -> list[str]:
-    leaves = [footer.schema.column(column) for column in range(footer.num_columns)]
-    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+def _text_paths(footer: Any, *, large: bool) -> list[str]:
+    """Columns of text with, or without, a chunk that is too large for a dictionary."""
+    return [
+        footer.schema.column(column).path
+        for column in range(footer.num_columns)
+        if footer.schema.column(column).physical_type == "BYTE_ARRAY"
+        and (max(_chunk_sizes(footer, column), default=0) > _LARGE_CHUNK_BYTES) is large
+    ]
 
 
 def _python_bytes(array: Any) -> int:

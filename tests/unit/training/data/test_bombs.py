@@ -253,7 +253,11 @@ def test_a_text_that_every_row_repeats_is_held_once(
     assert len({id(text) for text in texts}) == 1
 
 
-def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [512 << 20, 0])
+def test_columns_come_back_as_they_were(
+    large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yunlu.training.data.parquet._LARGE_CHUNK_BYTES", large)
     table = pa.table(
         {
             "n": [1, None, 3],
@@ -267,7 +271,7 @@ def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
             "m": pa.array([[("k", "v")], [], None], pa.map_(pa.string(), pa.string())),
         }
     )
-    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     found = load(tmp_path / "a.parquet").columns
     assert list(found) == table.column_names
     for name in table.column_names[1:]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+COMMIT = "01234567" * 5
 
 
 def load(train: object, **fields: Any) -> Tables:

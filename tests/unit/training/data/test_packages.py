@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-COMMIT = "01234567" * 5
+COMMIT = "0123abcd" * 5
 
 
 def load(train: object, **fields: Any) -> Tables:

@@ -245,7 +245,7 @@ def test_a_hostile_configuration_is_refused(bert: Path, content: str) -> None:
         load(bert)
 
 
-COMMIT = "01234567" * 5
+COMMIT = "0123abcd" * 5
 
 
 @pytest.mark.parametrize(

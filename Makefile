@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long fuzz lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
+.PHONY: demo test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -32,6 +32,17 @@ fuzz: $(VENV)/.dev
 			--timeout=0 -m 'hypothesis and not long' --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(ARGS); \
 		code=$$?; [ $$code -eq 124 ] && exit 0; [ $$code -eq 0 ] || exit $$code; \
 	done
+
+# Its tools need other versions of what we use: they live in an environment of their own.
+audit: .venv-audit/.tools
+	.venv-audit/bin/python scripts/audit $(ARGS)
+
+.venv-audit/.tools: pyproject.toml scripts/audit
+	$(PYTHON) -m venv .venv-audit
+	echo '*' > .venv-audit/.gitignore
+	.venv-audit/bin/python -m pip --disable-pip-version-check install --quiet \
+		$$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["audit"])')
+	touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ TRANSLATED = [
         (DOCS / f"{name}.md", DOCS / f"{name}.zh-CN.md")
         for name in (
             "precision",
+            "data-limits",
             "large-batch",
             "stability",
             "memory",

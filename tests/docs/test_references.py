@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import tomllib
@@ -20,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from tests.docs.pages import ROOT, code_words, name_of, table_rows
 from yunlu.cli.main import VERBS
 from yunlu.core.imports import import_object
+from yunlu.core.limits import FileLimits
 from yunlu.core.value import Value
 from yunlu.runs.states import LEGAL_MOVES, RunState
 from yunlu.spec.job import Job
@@ -74,6 +76,18 @@ def test_the_dependencies_page_lists_every_package_that_the_project_names() -> N
     packages = {re.split(r"[\[<>=~! ;]", line, maxsplit=1)[0] for line in named} - {project["name"]}
     told = {row[0].strip("`") for row in table_rows(DOCS / "dependencies.md")} - {"package"}
     assert told == packages
+
+
+@pytest.mark.parametrize("page", ["data-limits.md", "data-limits.zh-CN.md"])
+def test_the_page_on_limits_lists_every_limit_with_its_default(page: str) -> None:
+    told = {row[0].strip("`"): row[1] for row in table_rows(DOCS / page) if row[0].startswith("`")}
+    known = {field.name: field.default for field in dataclasses.fields(FileLimits)}
+    assert told.keys() == known.keys()
+    for name, default in known.items():
+        if name == "memory":
+            continue
+        shown = f"{default >> 20} MiB" if told[name].endswith("MiB") else f"{default:,.0f}"
+        assert told[name] == shown
 
 
 def test_each_table_of_the_tasks_page_lists_every_task_behind_the_door() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import open_descriptor, open_private
 from yunlu.core.regular_files import open_to_read
 
@@ -78,28 +79,10 @@ def read_lines(
             offset += len(line)
             if line.strip():
                 try:
-                    record = load_json(line)
-                except (ValueError, RecursionError):  # a torn line, closed by the next writer
+                    record = decode_json(line, replace_lone=True)
+                except ValueError:  # a torn line, closed by the next writer
                     continue
                 yield record, offset
-
-
-def load_json(data: bytes) -> Any:
-    """A JSON value; lone surrogates, which no encoding has, become question marks."""
-    value = json.loads(data)
-    return _without_surrogates(value) if b"\\ud" in data.lower() else value
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, list):
-        items: list[Any] = value
-        return [_without_surrogates(item) for item in items]
-    if isinstance(value, dict):
-        fields: dict[str, Any] = value
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in fields.items()}
-    return value
 
 
 def _ends_torn(path: Path) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
+from yunlu.core.limits import VARIABLE, FileLimits, parse_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +56,14 @@ def read_settings() -> Settings:
     )
 
 
+def read_limits() -> FileLimits:
+    """FileLimits on foreign files: ``YUNLU_LIMITS``, else the defaults."""
+    return _limits(os.environ.get(VARIABLE) or "")
+
+
+_limits = cache(parse_limits)
+
+
 def _patience(text: str | None) -> float:
     if not text:
         return 1.0
@@ -97,6 +107,17 @@ def worker_environment(*, threads: int | None = None) -> dict[str, str]:
     if threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
+
+
+def ray_authentication() -> dict[str, str]:
+    """What a client of a Ray cluster needs to use the token that the environment names.
+
+    ``ray://`` connections ignore ``RAY_AUTH_TOKEN`` and ``RAY_AUTH_TOKEN_PATH`` unless the mode says so,
+    too. The file ``~/.ray/auth_token`` may be for another cluster: it is sent only in mode ``token``.
+    """
+    env = os.environ
+    has_token = bool(env.get("RAY_AUTH_TOKEN") or env.get("RAY_AUTH_TOKEN_PATH"))
+    return {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in env else {}
 
 
 def use_keras_on_torch() -> None:

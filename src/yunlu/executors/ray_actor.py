@@ -6,7 +6,6 @@ over it gives the devices back itself, whether or not anybody still looks after 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from yunlu import __version__
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.ray_watchdog import STOP
@@ -60,7 +60,7 @@ class LeaseActor:
     def _see_through(self) -> None:
         assert self._watchdog.stdout is not None
         for line in self._watchdog.stdout:
-            self._last_words = json.loads(line)
+            self._last_words = decode_json(line)
         # This ends the actor too: nothing else runs there.
         import_module("ray").util.remove_placement_group(self._group)
 

@@ -8,7 +8,9 @@ again when it dies. What it has asked the cluster for is detached, and does not 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,11 +18,15 @@ from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any
 
+from yunlu.core.json_decode import decode_json
 from yunlu.executors.ray_actor import LeaseActor
 from yunlu.executors.ray_parse import NODE_LABEL, OURS
 
 _LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
 """States of a placement group that holds devices, or will."""
+_TOKEN_WORDS = re.compile(
+    r"authentication token|UNAUTHENTICATED|AuthenticationError", re.IGNORECASE
+)
 _DESERTED_S = 10.0
 """Grace period: whoever creates a placement group starts an actor there at once."""
 
@@ -29,14 +35,16 @@ def main() -> int:
     """Answer requests until stdin is closed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray's own output is no answer
+    refusals = _collect_refusals()
     try:
         cluster = Cluster(sys.argv[1])
     except Exception as error:  # noqa: BLE001 (Ray raises all kinds; the executor tells the user)
-        _say(answers, error=_words(error))
+        refused = find_refusal(error, refusals)
+        _say(answers, error=refused or _words(error), wants_token=refused is not None)
         return 1
     _say(answers, answer="connected")
     for line in sys.stdin:
-        requested = json.loads(line)
+        requested = decode_json(line)
         try:
             result = getattr(cluster, requested["call"])(**requested["with"])
         except Exception as error:  # noqa: BLE001 (as above)
@@ -193,6 +201,29 @@ def _describe(group: dict[str, Any]) -> dict[str, Any]:
         "node": (group.get("bundles_to_node_id") or {}).get(0) or "",
         "resources": group["bundles"].get(0) or {},
     }
+
+
+def find_refusal(error: BaseException, heard: list[str]) -> str | None:
+    """What Ray says of a missing or wrong token: in the error, or on the way to it."""
+    for text in (str(error), *heard):
+        for line in text.splitlines():
+            if _TOKEN_WORDS.search(line):
+                return line.strip()
+    return None
+
+
+def _collect_refusals() -> list[str]:
+    """Messages of Ray's client: it takes a refused token for a slow server, and reports a timeout."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logger = logging.getLogger("ray.util.client.worker")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(Listener())
+    return heard
 
 
 def _words(error: BaseException) -> str:

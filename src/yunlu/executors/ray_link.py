@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from yunlu.core.errors import missing_part
-from yunlu.core.settings import worker_environment
+from yunlu.core.json_decode import decode_json
+from yunlu.core.settings import ray_authentication, worker_environment
 from yunlu.executors.executor import ExecutorError
 
 _BRIDGE = (sys.executable, "-m", "yunlu.executors.ray_bridge")
@@ -76,6 +77,8 @@ class RayLink:
         except (_SilentError, ExecutorError) as error:
             given = f"it {error}{bridge.last_words()}" if isinstance(error, _SilentError) else error
             bridge.end()
+            if isinstance(error, _TokenError):
+                raise self._no_token(str(given)) from error
             raise self._no_connection(str(given)) from error
         return bridge
 
@@ -95,10 +98,21 @@ class RayLink:
             hint="ray status, run there, says whether it is up",
         )
 
+    def _no_token(self, said: str) -> ExecutorError:
+        return ExecutorError(
+            f"the Ray cluster at {self.address} wants a token and did not get the right one: {said}",
+            hint="`ray get-auth-token`, run on its head node, prints it; set RAY_AUTH_TOKEN to it here "
+            "(or RAY_AUTH_TOKEN_PATH to a file with it, or RAY_AUTH_MODE=token to use ~/.ray/auth_token)",
+        )
+
     def _hang_up(self) -> None:
         if self._bridge is not None:
             self._bridge.end()
             self._bridge = None
+
+
+class _TokenError(ExecutorError):
+    """The cluster refused the token, or got none."""
 
 
 class _SilentError(Exception):
@@ -114,7 +128,7 @@ class _Bridge:
             stdout=subprocess.PIPE,
             stderr=self._noise,
             cwd="/",  # Ray lets workers import modules from the directory where a driver was started
-            env=worker_environment() | _QUIET,
+            env=worker_environment() | _QUIET | ray_authentication(),
             start_new_session=True,
         )
         self._pending = b""
@@ -146,7 +160,9 @@ class _Bridge:
                 raise _SilentError("was lost")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
-        answer = json.loads(line)
+        answer = decode_json(line)
+        if answer.get("wants_token"):
+            raise _TokenError(f"Ray: {answer['error']}")
         if "error" in answer:
             raise ExecutorError(f"Ray: {answer['error']}")
         return answer["answer"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from yunlu.core.errors import StoreError, missing_part
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import worker_environment
 from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, require_local
 
@@ -205,8 +206,8 @@ def record_worker(run: RunStore, worker: WorkerProcess) -> None:
 def recorded_worker(run: RunStore) -> WorkerProcess | None:
     """The process last recorded for the run."""
     try:
-        return WorkerProcess(**json.loads(run.read(Document.WORKER) or b""))
-    except (OSError, ValueError, TypeError, RecursionError):  # absent, or of another version
+        return WorkerProcess(**decode_json(run.read(Document.WORKER) or b""))
+    except (OSError, ValueError, TypeError):  # absent, or of another version
         return None
 
 

@@ -5,12 +5,12 @@ Its files complete the job: the model, and how its data was preprocessed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, ModelError, StoreError
+from yunlu.core.json_decode import read_json
 from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_if_run
 from yunlu.runs.run_store import Area, Log, require_local
@@ -147,10 +147,7 @@ def _data_options(parts: dict[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold an object.")
     return content

@@ -19,6 +19,7 @@ import yaml
 
 from yunlu.core.errors import did_you_mean
 from yunlu.core.files import write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import make_directory, open_lock
 from yunlu.core.regular_files import read_regular
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
@@ -64,7 +65,7 @@ def read_added() -> Additions:
     path = home() / "own.json"
     if not path.exists():
         return Additions()
-    return read_additions(json.loads(read_regular(path)), where=str(path))
+    return read_additions(decode_json(read_regular(path)), where=str(path))
 
 
 def read_file(path: Path) -> Additions:

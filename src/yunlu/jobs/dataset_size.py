@@ -137,7 +137,7 @@ def _count_file(file: Path, source: str) -> int:
     if suffix in {".parquet", ".pq"}:
         return _count_rows(file, source)
     if suffix == ".npy":
-        return _count_array(file)
+        return _count_array(file, source)
     if file.is_relative_to(Path(source).expanduser()) and file != Path(source).expanduser():
         return 0  # other files beside the samples of a folder
     raise _uncounted(source)
@@ -160,13 +160,19 @@ def _count_rows(file: Path, source: str) -> int:
         from pyarrow import parquet  # noqa: PLC0415 - slow to import, used by few
     except ImportError:
         raise _uncounted(source) from None
-    return parquet.read_metadata(file).num_rows  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return parquet.read_metadata(file).num_rows  # pyright: ignore[reportUnknownMemberType]
+    except Exception:  # noqa: BLE001 (Arrow has exceptions of its own; the reader says what is wrong)
+        raise _uncounted(source) from None
 
 
-def _count_array(file: Path) -> int:
+def _count_array(file: Path, source: str) -> int:
     import numpy as np  # noqa: PLC0415
 
-    return len(np.load(file, mmap_mode="r"))
+    try:
+        return len(np.load(file, mmap_mode="r"))
+    except (OSError, ValueError, TypeError):  # cut short, objects, or a single value
+        raise _uncounted(source) from None
 
 
 def _uncounted(source: str) -> DataError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from yunlu import __version__
 from yunlu.core.errors import StoreError
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import check_home
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
@@ -108,7 +108,7 @@ def _probe() -> _Probed:
             env=worker_environment(),
             check=True,
         )
-        return _Probed.model_validate(json.loads(done.stdout))
+        return _Probed.model_validate(decode_json(done.stdout))
     except subprocess.CalledProcessError as error:
         last = (str(error.stderr).strip().splitlines() or ["no message"])[-1]
         problem = f"cannot be used: {last}"

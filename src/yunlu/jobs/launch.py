@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
+from yunlu.core.json_decode import decode_json
 from yunlu.executors.external_launcher import (
     current_launch,
     forward_signals,
@@ -120,7 +121,7 @@ def find_previous_run(job: Job, launch: LaunchInfo) -> RunStore | None:
     for record in lifecycle.list_runs():
         run = open_run(lifecycle.home() / record.id)
         try:
-            theirs = json.loads(run.read(Document.LAUNCH) or b"")
+            theirs = decode_json(run.read(Document.LAUNCH) or b"")
             saved = read_job(run)
         except (OSError, ValueError, StoreError):  # not an externally launched run
             continue

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
@@ -111,7 +111,7 @@ def _read_messages() -> Iterator[dict[str, Any]]:
         try:
             for line in process.stdout:
                 if line.startswith("{"):
-                    yield json.loads(line)
+                    yield decode_json(line)
             output = process.stderr.read().strip().splitlines()
             raise ProbeError(
                 f"the machine could not be measured: {output[-1] if output else 'no message'}",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from yunlu.core.errors import ModelError, TrainingError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.imports import names_object
+from yunlu.core.json_decode import decode_json, read_json
 from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
@@ -91,7 +92,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
         source: Literal["known", "config"] = "config"
     elif not name.startswith(_PREFIX) or index.is_dir():
         return None
-    elif (known := find_config(name)) is not None:
+    elif (known := find_config(name.partition("@")[0])) is not None:
         config, where, source = known, f"{name} (built in)", "known"
     else:
         config, where, source = _fetch(str(index), command), f"{name}: config.json", "config"
@@ -104,10 +105,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise ModelError(f"{path} does not hold a configuration: it is not an object.")
     return config
@@ -156,7 +154,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
     path = read_settings().cache / "shapes" / f"config-{digest}.json"
     try:
-        return json.loads(path.read_bytes())
+        return decode_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never downloaded, or damaged
     config = _ask([*command, "--config", name], "")["config"]
@@ -184,7 +182,7 @@ def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
         env=worker_environment(),
     )
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = decode_json(done.stdout)
     except ValueError as error:
         text = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
         raise TrainingError(

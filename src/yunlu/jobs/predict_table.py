@@ -8,7 +8,9 @@ import io
 import zlib
 from typing import TYPE_CHECKING
 
+from yunlu.core.decompress import read_bounded
 from yunlu.core.errors import DataError
+from yunlu.core.settings import read_limits
 from yunlu.core.value import Value
 from yunlu.jobs.catalog_store import open_catalog
 from yunlu.planning.predict.plausibility import COLUMNS
@@ -49,8 +51,7 @@ class PredictedRow(Value):
 def predict_file(path: Path) -> tuple[PredictedRow, ...]:
     """Predict each row of a CSV file, in their order."""
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        text = _read(path).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text))
         rows = [
             {name: value or "" for name, value in row.items() if isinstance(name, str)}
@@ -74,3 +75,12 @@ def predict_file(path: Path) -> tuple[PredictedRow, ...]:
         )
     predicted = predict_rows(rows, open_catalog())
     return tuple(PredictedRow.model_validate(row) for row in predicted)
+
+
+def _read(path: Path) -> bytes:
+    limits = read_limits()
+    with path.open("rb") as file:
+        if path.suffix != ".gz":
+            return read_bounded(file, str(path), limits)
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            return read_bounded(unpacked, str(path), limits, packed=file.tell)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError, error_of_code
-from yunlu.core.files import load_json
+from yunlu.core.json_decode import decode_json
 from yunlu.core.secrets import mask
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
@@ -95,7 +95,8 @@ def scan_directly(home: Path) -> RunScan:
 def new_record(run: RunStore) -> RunRecord | None:
     """A record that has read no event yet; None where the directory is not a run."""
     try:
-        job, stat = load_json(run.read(Document.JOB) or b""), run.stat(Document.JOB)
+        content = decode_json(run.read(Document.JOB) or b"", replace_lone=True)
+        job, stat = content, run.stat(Document.JOB)
         created_at = stat.modified_at if stat else 0.0
         name = job.get("name") or run.id.rpartition("-")[0] or run.id
         task, model = str(job["task"]), str(job["model"]["name"])
@@ -261,8 +262,8 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
 def _whole_records(lines: list[bytes]) -> Iterator[StepMetrics]:
     for line in lines:
         try:
-            record = load_json(line)
-        except (ValueError, RecursionError):  # half a line, at the end or after a crash
+            record = decode_json(line, replace_lone=True)
+        except ValueError:  # half a line, at the end or after a crash
             continue
         if is_step(record):
             yield record

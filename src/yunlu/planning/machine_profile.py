@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from yunlu.core.json_decode import decode_json
 from yunlu.core.value import Value
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class MachineProfile(FiniteFigures):
 def parse_profiles(text: bytes | str) -> tuple[MachineProfile, ...]:
     """Valid profiles in a file; empty if it is damaged."""
     try:
-        stored = json.loads(text)
+        stored = decode_json(text)
     except ValueError:
         return ()
     listed: Any = cast("Any", stored).get("probes") if isinstance(stored, dict) else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import load_json
+from yunlu.core.json_decode import decode_json
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def read_job(run: RunStore) -> Job:
     try:
         return Job.model_validate_json(content)
     except ValidationError as error:
-        raise not_a_run(run) from error
+        raise _damaged(run, Document.JOB, error) from error
 
 
 def read_raw_job(run: RunStore) -> dict[str, Any] | None:
@@ -44,7 +44,10 @@ def read_plan(run: RunStore) -> Plan | None:
     from yunlu.planning.plan import Plan  # noqa: PLC0415 (slow to import: many only list runs)
 
     content = run.read(Document.PLAN)
-    return None if content is None else Plan.model_validate_json(content)
+    try:
+        return None if content is None else Plan.model_validate_json(content)
+    except ValidationError as error:
+        raise _damaged(run, Document.PLAN, error) from error
 
 
 def require_plan(run: RunStore) -> Plan:
@@ -64,8 +67,8 @@ def read_json(run: RunStore, document: str) -> dict[str, Any] | None:
     """A document that holds a JSON object; None where it is missing or damaged."""
     content = run.read(document)
     try:
-        value = None if content is None else load_json(content)
-    except (ValueError, RecursionError):
+        value = None if content is None else decode_json(content, replace_lone=True)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -77,6 +80,13 @@ def read_number(run: RunStore, document: str) -> int | None:
         return None if content is None else int(content)
     except ValueError:
         return None
+
+
+def _damaged(run: RunStore, document: Document, error: ValidationError) -> StoreError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    problem = f"{where}: {first['msg']}" if where else first["msg"]
+    return StoreError(f"{run.address}: its {document} is damaged: {problem}")
 
 
 def not_a_run(run: RunStore) -> StoreError:

@@ -91,6 +91,8 @@ class DataOpened(RunEvent):
     """Samples, as of the other splits."""
     validation: int = 0
     test: int = 0
+    revision: str | None = None
+    """Commit of a data set from the hub."""
     about: dict[str, Any] = Field(default_factory=dict)
     """What the task reports about its data; the keys are the task's own."""
 
@@ -102,6 +104,8 @@ class ModelBuilt(RunEvent):
     name: str
     parameters: int
     trainable: int
+    revision: str | None = None
+    """Commit of a model from the hub."""
 
 
 class PlanMade(RunEvent):

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import load_json
+from yunlu.core.json_decode import decode_json
 from yunlu.core.secrets import mask_value
 from yunlu.runs.events import WarningRaised, parse_event, to_record
 from yunlu.runs.step_metrics import is_step
@@ -255,8 +255,8 @@ def last_record(run: RunStore, log: Log) -> Any:
     tail = run.read(log, offset=-_TAIL_BYTES)
     for line in reversed((tail or b"").split(b"\n")[:-1]):  # after the last line end: a torn record
         try:
-            return load_json(line)
-        except (ValueError, RecursionError):
+            return decode_json(line, replace_lone=True)
+        except ValueError:
             continue
     return None
 

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError
 from yunlu.core.files import append_lines, read_lines, write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import make_directory, open_private
 from yunlu.core.regular_files import read_regular
 from yunlu.core.secrets import mask_value
@@ -122,15 +123,15 @@ class PoolStore:
     def read_view(self) -> dict[str, Any] | None:
         """The last published view; None if there is none."""
         try:
-            result = json.loads(self._read(self.view))
-        except (OSError, ValueError, RecursionError):
+            result = decode_json(self._read(self.view))
+        except (OSError, ValueError):
             return None
         return result if isinstance(result, dict) else None
 
     def read_teams(self) -> dict[str, float]:
         """Recent device-seconds of each team."""
         try:
-            result = json.loads(self._read(self.teams))
+            result = decode_json(self._read(self.teams))
             return {str(team): float(used) for team, used in result.items()}
         except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             return {}

@@ -37,7 +37,7 @@ class ModelSpec(Value):
     """Which model, and with which arguments."""
 
     name: str = Field(min_length=1)
-    """A built-in (``mlp``, ``cnn``, ``transformer``, ...), ``hf:DIRECTORY_OR_HUB_NAME``, a ``.keras`` file, or ``module:Class``."""
+    """A built-in (``mlp``, ``cnn``, ``transformer``, ...), ``hf:DIRECTORY`` or ``hf:HUB_NAME@COMMIT``, a ``.keras`` file, or ``module:Class``."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the model, such as ``hidden: [64]`` or ``dropout: 0.1``."""
     pretrained: bool = True
@@ -67,7 +67,7 @@ class DataSpec(Value):
     """Where the samples are and which parts of them matter."""
 
     train: str = Field(min_length=1)
-    """A file or folder (local path or fsspec URL), ``hf:NAME``, ``sklearn:NAME``, or ``synthetic:NAME`` for data Yunlu makes."""
+    """A file or folder (local path or fsspec URL), ``hf:NAME@COMMIT``, ``sklearn:NAME``, or ``synthetic:NAME`` for data Yunlu makes."""
     validation: str | None = None
     """Like ``train``; without it a share of the training data is held out."""
     test: str | None = None

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
+from yunlu.core.limits import over_limit
+from yunlu.core.settings import read_limits
 from yunlu.spec.credentials import find_credentials
 from yunlu.spec.entry_points import OWN_CODE, TASKS, TRACKERS, known_names
 from yunlu.spec.explain import ValidationFinding, explain, show_value, unknown_name
@@ -79,7 +81,7 @@ def _read_yaml(file: Path) -> SourceDocument:
     if file.suffix.lower() not in _YAML:
         raise JobError(f"{file} is not a job file: expected .yaml, .yml, .json or .py.")
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = _read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(f"{file} is not UTF-8 text (byte {error.start}).") from None
     except OSError as error:
@@ -93,6 +95,20 @@ def _read_yaml(file: Path) -> SourceDocument:
             hint="yunlu init TASK DATA writes one to start from",
         )
     return document
+
+
+def _read_bytes(file: Path) -> bytes:
+    most = read_limits().job
+    with file.open("rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise over_limit(
+            f"{file} is larger than {most:,} bytes, the most that is read of a job file.",
+            "job",
+            file.stat().st_size,
+            kind=JobError,
+        )
+    return content
 
 
 def _validate(document: SourceDocument, where: str) -> Job:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
+from yunlu.core.settings import read_limits
 from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_MOST_DIGITS = 400
+"""Of a whole number: the largest float has 309."""
 _MOST_VALUES = 100_000
 """Aliases can multiply a few lines into millions of values; no honest job is this long."""
 
@@ -66,7 +69,8 @@ def parse(text: str, *, where: str) -> SourceDocument:
         parts = f"the character {chr(error.character)!r} is not allowed in YAML"
         _refuse(where, parts, SourceLocation(len(before), len(before[-1]) + 1))
     except RecursionError:
-        _refuse(where, "nested too deeply", SourceLocation())
+        levels = f"more than {read_limits().depth} levels"
+        _refuse(where, f"nested too deeply: {levels}", SourceLocation())
     if node is None:
         return SourceDocument(data=None)
     reader = _Reader(where)
@@ -111,6 +115,9 @@ class _Reader:
         """The plain value of a node."""
         self.values[path] = _place(node)
         self._spend(node, path)
+        if len(path) > read_limits().depth:
+            self._report(node, (), f"nested too deeply: more than {read_limits().depth} levels")
+            raise InvalidJobError(self._where, self.problems)
         if id(node) in self._open:
             return self._report(node, path, "refers to itself")
         self._open.add(id(node))
@@ -193,11 +200,17 @@ def _join_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:  # Python itself stops at 4,300, but only where they are decimal
+        raise ValueError(text)
+    return int(text, 0 if text[:2] in {"0x", "0o"} else 10)
+
+
 _MERGE = "tag:yaml.org,2002:merge"
 _SCALARS: dict[str, Callable[[str], Any]] = {
     "tag:yaml.org,2002:null": lambda _: None,
     "tag:yaml.org,2002:bool": lambda text: text.lower() == "true",
-    "tag:yaml.org,2002:int": lambda text: int(text, 0 if text[:2] in {"0x", "0o"} else 10),
+    "tag:yaml.org,2002:int": _whole,
     "tag:yaml.org,2002:float": lambda text: float(
         text.lower().replace(".inf", "inf").replace(".nan", "nan")
     ),

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yunlu.core.errors import ModelError, YunluError, missing_part
+from yunlu.core.json_decode import read_json
 from yunlu.core.value import Value
 from yunlu.planning.models.hf_config import shape_from_config
 from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
@@ -34,7 +35,7 @@ from yunlu.spec.job import Job
 from yunlu.training.data.lengths import lengths_of
 from yunlu.training.models.adapter import add_adapter
 from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.models.hf import is_hf
+from yunlu.training.models.hf import is_hf, split_revision
 from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
 from yunlu.training.parallel.pipeline_stages import why_not_split
@@ -325,14 +326,15 @@ def fetch_config(name: str) -> dict[str, Any]:
     except ImportError as error:
         raise missing_part("transformers", "hf", f"The model {name}") from error
     try:
-        path = hf_hub_download(name, "config.json")
+        repository, revision = split_revision(name)
+        path = hf_hub_download(repository, "config.json", revision=revision)
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"hf:{name}: its config.json cannot be fetched from the hub: {reason}",
             hint="check the name and the network, or give the path of a downloaded model",
         ) from error
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    return read_json(Path(path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

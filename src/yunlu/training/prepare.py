@@ -15,7 +15,10 @@ from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
+from yunlu.training.data.packages import dataset_commit
+from yunlu.training.data.sources import is_hub_dataset
 from yunlu.training.models.batch_norm import allow_single_samples
+from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, split_revision
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
@@ -51,6 +54,7 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
         DataOpened(
             fingerprint=splits.fingerprint,
             source=job.data.train,
+            revision=_data_revision(directory, job),
             about=splits.about,
             train=len(splits.train),
             validation=len(splits.validation) if splits.validation is not None else 0,
@@ -69,11 +73,37 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
     directory.emit(
         ModelBuilt(
             name=job.model.name,
+            revision=_model_revision(directory, job),
             parameters=sum(weight.numel() for weight in weights),
             trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         )
     )
     return TrainingInputs(task=task, model=model, splits=splits)
+
+
+def _data_revision(directory: RunStore, job: Job) -> str | None:
+    if not is_hub_dataset(job.data.train):
+        return None
+    repository = job.data.train.removeprefix("hf:").partition(":")[0]
+    commit = dataset_commit(*split_revision(repository))
+    _advise_commit(directory, f"hf:{repository}", commit)
+    return commit
+
+
+def _model_revision(directory: RunStore, job: Job) -> str | None:
+    commit = hub_commit(find_hf_directory(job.model.name)) if names_hf(job.model.name) else None
+    _advise_commit(directory, job.model.name, commit)
+    return commit
+
+
+def _advise_commit(directory: RunStore, name: str, commit: str | None) -> None:
+    """A branch can be moved, by its owner or a thief of his token: what is trained on then changes."""
+    repository, revision = split_revision(name)
+    if commit is not None and revision != commit:
+        directory.warn(
+            f"{name} is not a fixed version: it stood for commit {commit}. "
+            f"Write {repository}@{commit} to use the same files again."
+        )
 
 
 def build_model(job: Job, task: Task) -> tuple[nn.Module, WeightsOrigin | None]:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError, missing_part
+from yunlu.core.json_decode import decode_json
 from yunlu.training.checkpoint.state import copy_weights
 
 if TYPE_CHECKING:
@@ -86,15 +87,15 @@ def load_int8(model: nn.Module, path: Path) -> nn.Module:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        layers: list[str] = json.loads(metadata["layers"])
-        aliases: dict[str, str] = json.loads(metadata["aliases"])
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        layers: list[str] = decode_json(metadata["layers"])
+        aliases: dict[str, str] = decode_json(metadata["aliases"])
+        integers = {
+            name: (tensors.pop(_weight_key(name)), tensors.pop(_weight_key(name) + _SCALE))
+            for name in layers
+        }
+        rest = tensors | {name: tensors[source] for name, source in aliases.items()}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} is not an INT8 model: {error}") from error
-    integers = {
-        name: (tensors.pop(_weight_key(name)), tensors.pop(_weight_key(name) + _SCALE))
-        for name in layers
-    }
-    rest = tensors | {name: tensors[source] for name, source in aliases.items()}
     tensors_by_name = rest | {_weight_key(name): codes for name, (codes, _) in integers.items()}
     if _shapes(tensors_by_name) != _shapes(model.state_dict()):
         raise ModelError(

@@ -6,12 +6,12 @@ which the run may go; ``hold`` or ``prune``, with the reason. The worker only re
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from yunlu.core.json_decode import decode_json
 from yunlu.runs.documents import read_json
 from yunlu.runs.run_store import Document
 
@@ -77,7 +77,7 @@ class TrialControl:
         stat = self._run.stat(Document.TRIAL_CONTROL)
         if stat is not None and stat.version != self._version:
             content = self._run.read(Document.TRIAL_CONTROL)
-            self._document, self._version = json.loads(content or b"{}"), stat.version
+            self._document, self._version = decode_json(content or b"{}"), stat.version
 
 
 def open_trial_control(run: RunStore) -> TrialControl | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.errors import missing_part
+from yunlu.core.errors import StoreError, missing_part
 from yunlu.core.private_files import create_private, make_directory
 from yunlu.core.regular_files import check_regular
 from yunlu.tuning.distributions import make_distributions
@@ -196,7 +196,12 @@ class Records:
             )
             trial_id = self._storage.create_new_trial(self._study, template)
             number = self._storage.get_trial_number_from_id(trial_id)
-            assert number == trial.number, "another process writes into this study"
+            if number != trial.number:
+                raise StoreError(
+                    f"trial {trial.number} of the study was stored as {number}: another process "
+                    "writes into this study",
+                    hint="end the other process; one at a time conducts a study",
+                )
             self._ids.append(trial_id)
             self._facts.append(facts)
             return number

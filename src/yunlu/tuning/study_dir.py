@@ -7,7 +7,6 @@ status; the process that runs the study holds ``runner.lock``; a file ``stop`` a
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError, YunluError, did_you_mean
 from yunlu.core.files import write_atomically
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import open_descriptor
 from yunlu.core.regular_files import read_regular
 from yunlu.core.users import name_if_foreign
@@ -239,8 +239,8 @@ def list_studies() -> list[str]:
 
 def _created_at(request: Path) -> float:
     try:
-        return float(json.loads(read_regular(request))["created_at"])
-    except (ValueError, KeyError, TypeError, OSError, RecursionError, StoreError):
+        return float(decode_json(read_regular(request))["created_at"])
+    except (ValueError, KeyError, TypeError, OSError, StoreError):
         return 0.0  # damaged: it says so when it is opened
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from yunlu.core.errors import YunluError
+from yunlu.core.json_decode import decode_json
 from yunlu.scheduler.spot.values import SpotMarket
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def read_availability(
     A trace of several machines counts as up while all of them are.
     """
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = decode_json(path.read_text())
         counts = np.asarray(record["data"], dtype=np.int64)
         step_s = float(record["metadata"]["gap_seconds"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from yunlu.core.json_decode import decode_json
 from yunlu.runs.home import is_run_id
 from yunlu.runs.run_store import Document
 
@@ -67,7 +68,7 @@ def _as_yaml(value: ParamValue) -> str:
 
 def _is_encoded(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), list | dict)
+        return isinstance(decode_json(text), list | dict)
     except ValueError:
         return False
 

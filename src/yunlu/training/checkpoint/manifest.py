@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from yunlu.core.errors import CheckpointError
+from yunlu.core.json_decode import decode_json
 from yunlu.training.checkpoint.tensor_files import DTYPES
 from yunlu.training.parallel.tensor_slices import (
     TensorSlice,
@@ -73,10 +74,10 @@ def parse_manifest(data: bytes | None, name: str) -> Manifest:
 def unpack(data: bytes | None, name: str) -> dict[str, Any]:
     """The body of a manifest with a valid checksum and a known version."""
     try:
-        body = json.loads(data or b"")
+        body = decode_json(data or b"")
         checksum = body.pop("checksum")
         version = body["version"]
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Checkpoint {name} is torn: no readable manifest.") from error
     if checksum != _checksum(body):
         raise _altered(name, "its checksum is wrong")

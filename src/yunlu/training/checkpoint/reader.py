@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from yunlu.core.errors import CheckpointError
+from yunlu.core.json_decode import decode_json
 from yunlu.training.checkpoint.manifest import STATE, parse_manifest
 from yunlu.training.checkpoint.storage import MANIFEST
 from yunlu.training.checkpoint.tensor_files import CODES, describe, describe_bytes
@@ -156,8 +156,8 @@ class CheckpointReader:
             raise CheckpointError(f"Checkpoint {self._name} is torn: {STATE} is missing.")
         self._compare(STATE, describe_bytes(data))
         try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
+            return decode_json(data)
+        except ValueError as error:
             raise CheckpointError(f"Checkpoint {self._name} cannot be read: {error}") from error
 
     def _compare(self, file: str, description: dict[str, Any]) -> None:

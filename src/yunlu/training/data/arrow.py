@@ -28,10 +28,18 @@ def _column(column: Any) -> Column:
     is_whole_boolean = pa.types.is_boolean(kind) and not column.null_count
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_whole_boolean:
         return column.to_numpy()
+    if pa.types.is_dictionary(kind):
+        return [value for chunk in column.chunks for value in _shared(chunk)]
     values: list[Any] = column.to_pylist()
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
         return [_media(value) for value in values]
     return values
+
+
+def _shared(chunk: Any) -> list[Any]:
+    """Values of a dictionary: rows that repeat one share it."""
+    values: list[Any] = chunk.dictionary.to_pylist()
+    return [None if row is None else values[row] for row in chunk.indices.to_pylist()]
 
 
 def _media(value: dict[str, Any] | None) -> ImageRef | AudioRef | None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from yunlu.core.errors import DataError, missing_part
+from yunlu.core.limits import check_sample_rate, over_limit
+from yunlu.core.settings import read_limits
 from yunlu.training.data.table import FileRef
 
 if TYPE_CHECKING:
@@ -160,6 +162,7 @@ def read_audio(item: Any, *, row: int = 0, sample_rate: int | None = None) -> tu
         raise DataError(f"{ref} holds no sound", hint="remove it from the data")
     if not np.isfinite(samples).all():
         raise DataError(f"{ref} holds samples that are not finite numbers")
+    _check_samples(str(ref), len(samples) * (sample_rate or rate) // rate)
     mono = samples.mean(axis=1, dtype=np.float32)
     return torch.from_numpy(resample(mono, rate, sample_rate or rate)), sample_rate or rate
 
@@ -200,13 +203,38 @@ def _decode(ref: FileRef) -> tuple[np.ndarray, int]:
         raise missing_part("soundfile", "train", "Reading sound files") from error
     data = ref.read()
     try:
-        return soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+            # The header alone: what it claims is checked before room is made for it.
+            _check_sound(str(ref), sound.samplerate, sound.channels, sound.frames)
+            return sound.read(dtype="float32", always_2d=True), sound.samplerate
     except (soundfile.SoundFileError, TypeError, ValueError) as error:
         reason = "the file is empty" if not data else "it is not a sound file, or is cut short"
         raise DataError(
             f"{ref} cannot be read as sound: {reason}",
             hint="WAV, FLAC, OGG and MP3 are read; replace the file, or remove it from the data",
         ) from error
+
+
+def _check_sound(where: str, rate: int, channels: int, frames: int) -> None:
+    limits = read_limits()
+    check_sample_rate(where, rate, limits)
+    if channels > limits.channels:
+        raise over_limit(
+            f"{where} claims {channels:,} channels; at most {limits.channels:,} are read",
+            "channels",
+            channels,
+        )
+    _check_samples(where, frames * channels)
+
+
+def _check_samples(where: str, samples: int) -> None:
+    most = read_limits().samples
+    if samples > most:
+        raise over_limit(
+            f"{where} claims {samples:,} samples of sound; at most {most:,} are read",
+            "samples",
+            samples,
+        )
 
 
 def _read_array(wave: np.ndarray, row: int, sample_rate: int | None) -> tuple[Tensor, int]:

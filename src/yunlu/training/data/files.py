@@ -6,13 +6,18 @@ import difflib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import fsspec
 import xxhash
+from fsspec.compression import compr
 from fsspec.registry import known_implementations
+from fsspec.utils import infer_compression
 
+from yunlu.core.decompress import read_bounded
 from yunlu.core.errors import DataError, MissingPartError, YunluError, did_you_mean, missing_part
+from yunlu.core.limits import check_memory
+from yunlu.core.settings import read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
@@ -55,8 +60,15 @@ class Location:
 
     def read(self, count: int | None = None) -> bytes:
         """The file's bytes (or its first ``count``), decompressed as its name says."""
-        with reading(self.url), self.fs.open(self.path, "rb", compression="infer") as file:
-            return file.read(-1 if count is None else count)
+        with reading(self.url), self.fs.open(self.path, "rb") as file:
+            codec = infer_compression(self.path)
+            if codec is None:
+                return read_whole(file, self.url) if count is None else file.read(count)
+            open_codec = cast("dict[str, Any]", compr)[codec]
+            with open_codec(file, mode="rb") as unpacked:
+                if count is not None:
+                    return unpacked.read(count)
+                return read_bounded(unpacked, self.url, read_limits(), packed=file.tell)
 
     def children(self) -> list[Location]:
         """Direct children, by name, without hidden ones."""
@@ -127,6 +139,15 @@ def locate(path: str, options: Mapping[str, Any] | None = None) -> Location:
         url = Location(fs, inner, is_folder=False, options=options).url
         raise DataError(f"no such file or folder: {url}", hint=_similar(fs, inner)) from error
     return Location(fs, inner, info["type"] == "directory", options)
+
+
+def read_whole(file: Any, where: str) -> bytes:
+    """All bytes of an open file that is not compressed, unless they exceed the memory limit."""
+    limits, size = read_limits(), getattr(file, "size", None)
+    if not size:  # not known, or a device that claims to be empty
+        return read_bounded(file, where, limits)
+    check_memory(where, size, limits)
+    return file.read()
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from yunlu.core.errors import DataError, missing_part
+from yunlu.core.limits import over_limit
+from yunlu.core.settings import read_limits
 from yunlu.training.data.table import Column, FileRef
 
 if TYPE_CHECKING:
@@ -22,12 +24,14 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from yunlu.core.errors import YunluError
+
 # Shapes: N images, C channels (1 grey, 3 colour), H height, W width.
 
 MEMORY_LIMIT_BYTES = 512 * 2**20
 """Decoded images of one split are cached up to this size; larger sets are decoded on demand."""
-PIXEL_LIMIT = 80_000_000
-"""Limit against decompression bombs."""
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""Formats that are decoded. Pillow knows forty more: rarely used decoders, and EPS starts Ghostscript."""
 _STATISTICS_SAMPLES = 2000
 _GREY_MODES = {"1", "L", "LA", "La", "I", "F"}
 # Errors of Pillow's decoders on malformed files.
@@ -227,9 +231,12 @@ def _decode(ref: FileRef) -> Image:
         with warnings.catch_warnings():
             # Our own limit names the file; Pillow also warns of odd metadata.
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data))
-            if image.width * image.height > PIXEL_LIMIT:
-                raise _too_large(ref, f"{image.width} × {image.height} pixels")
+            if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit: twice this many
+                Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, read_limits().pixels)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > read_limits().pixels:
+                size = f"{image.width} × {image.height} pixels"
+                raise _too_large(ref, size, image.width * image.height)
             image.load()
             return ImageOps.exif_transpose(image)
     except Image.DecompressionBombError as error:
@@ -251,15 +258,15 @@ def _flatten(image: Image) -> Image:
     return image
 
 
-def _too_large(ref: FileRef, size: str) -> DataError:
-    return DataError(
-        f"{ref} claims {size}; at most {PIXEL_LIMIT:,} are read",
-        hint="make it smaller, or remove it from the data",
-    )
+def _too_large(ref: FileRef, size: str, pixels: int | None = None) -> YunluError:
+    most = read_limits().pixels
+    return over_limit(f"{ref} claims {size}; at most {most:,} are read", "pixels", pixels)
 
 
 def _broken(ref: FileRef, error: Exception) -> DataError:
-    reason = "not an image, or cut short" if isinstance(error, OSError) else str(error)
+    reason = str(error)
+    if isinstance(error, OSError):
+        reason = f"not an image, cut short, or none of {', '.join(FORMATS)}"
     return DataError(
         f"{ref} cannot be decoded as an image: {reason}",
         hint="replace the file, or remove it from the data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from yunlu.core.errors import DataError, YunluError, did_you_mean, missing_part
 from yunlu.training.data.arrow import columns_of_arrow
 from yunlu.training.data.table import DataTable
+from yunlu.training.models.hf import is_commit, split_revision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from yunlu.training.data.table import Column
 
 SKLEARN = ("digits", "iris", "wine", "breast_cancer", "diabetes")
+_ASK_S = 20.0
 HF_MARKS = ("dataset_dict.json", "state.json")
 """Files that identify a folder written by ``save_to_disk``."""
 # Split names in use, and the split they mean.
@@ -58,18 +61,39 @@ def load_sklearn(name: str) -> DataTable:
 
 
 def load_hub(name: str) -> dict[str, DataTable]:
-    """``NAME`` or ``NAME:CONFIGURATION`` from the Hugging Face hub; its splits by part."""
+    """``NAME[@REVISION][:CONFIGURATION]`` from the Hugging Face hub; its splits by part."""
     datasets = _datasets(f"hf:{name}")
     repository, _, configuration = name.partition(":")
+    repository, revision = split_revision(repository)
     try:
         # Data sets with code are refused: trust_remote_code is never passed.
-        loaded = datasets.load_dataset(repository, configuration or None)
+        loaded = datasets.load_dataset(
+            repository,
+            configuration or None,
+            revision=dataset_commit(repository, revision) or revision,
+        )
     except Exception as error:  # the hub, its cache and each builder raise their own
         raise DataError(
             f"cannot load the data set hf:{name}: {_first_line(error)}",
             hint="check the name and the network; data sets that need a script are not supported",
         ) from error
     return _by_part(loaded, f"hf:{name}", fingerprint="")
+
+
+@cache
+def dataset_commit(repository: str, revision: str | None) -> str | None:
+    """Commit that a revision (a branch, a tag; by default ``main``) of a data set stands for now.
+
+    None where the hub cannot be asked; then the local cache, if any, decides.
+    """
+    if is_commit(revision):
+        return revision
+    from huggingface_hub import HfApi  # noqa: PLC0415 - comes with datasets
+
+    try:
+        return HfApi().dataset_info(repository, revision=revision, timeout=_ASK_S).sha
+    except Exception:  # noqa: BLE001 - the loader tells what is wrong
+        return None
 
 
 def load_saved(folder: Path, fingerprint: str) -> dict[str, DataTable]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
-import json
+import math
 import re
+import sys
+import zipfile
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from yunlu.core.decompress import check_archive
 from yunlu.core.errors import DataError
-from yunlu.training.data.arrow import columns_of_arrow
+from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import check_memory, check_shape
+from yunlu.core.settings import read_limits
 from yunlu.training.data.numbers import as_column, parse_cells
+from yunlu.training.data.parquet import read_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,9 +37,11 @@ def read_lines(file: Location) -> Columns:
     It is the second when at least 95 % of the lines have exactly one tab with something on both
     sides; a line that then has not is an error rather than a sample with a wrong label.
     """
+    text = decode(file)
+    _check_values(file, text, text.count("\n"))
     lines = [
         (number, line.strip("\r\n"))
-        for number, line in enumerate(decode(file).split("\n"), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     pairs = [(number, line.split("\t")) for number, line in lines]
@@ -76,6 +84,7 @@ def read_tsv(file: Location, *, header: bool | None = None) -> Columns:
 def read_json(file: Location) -> Columns:
     """JSON lines, or one list, of objects; a key that an object lacks is ``None`` (``NaN``)."""
     text = decode(file)
+    _check_values(file, text, sum(map(text.count, ",[{")))
     if text.lstrip().startswith("["):
         records: list[Any] = [(number, item) for number, item in enumerate(_json(text, file), 1)]
         unit = "item"
@@ -89,6 +98,9 @@ def read_json(file: Location) -> Columns:
             kind = type(record).__name__
             raise DataError(f"{file.url}, {unit} {number}: expected a JSON object, found {kind}")
         names.update(dict.fromkeys(record))
+    # A key of its own in each record would make as many columns, each as long as the table.
+    check_shape(file.url, limits=read_limits(), columns=len(names))
+    check_memory(file.url, 8 * len(names) * len(records), read_limits())
     return {name: as_column([record.get(name) for _, record in records]) for name in names}
 
 
@@ -98,7 +110,7 @@ def read_parquet(file: Location) -> Columns:
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     try:
-        return columns_of_arrow(pq.read_table(io.BytesIO(file.read())))
+        return read_columns(pq.ParquetFile, file.read(), file.url)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file.url} is not a complete Parquet file: {error}") from error
 
@@ -112,12 +124,15 @@ def read_numpy(file: Location) -> Columns:
     if not content.startswith((b"\x93NUMPY", b"PK")):
         raise DataError(f"{file.url} is neither an .npy nor an .npz file", hint="check data.format")
     try:
+        _check_arrays(file, content)
         loaded = np.load(io.BytesIO(content), allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             names = loaded.dtype.names
             arrays = {name: loaded[name] for name in names} if names else {"x": loaded}
         else:
             arrays = {name: loaded[name] for name in loaded.files}
+    except DataError:
+        raise
     except Exception as error:  # zipfile, zlib, struct and numpy each raise their own
         hint = "save numbers or fixed-length strings; arrays of objects are pickles, which can run code"
         raise DataError(f"{file.url} cannot be read as NumPy arrays: {error}", hint=hint) from error
@@ -194,6 +209,7 @@ def _rows(
     text: str, delimiter: str, file: Location, *, quoting: Any = csv.QUOTE_MINIMAL
 ) -> list[list[str]]:
     csv.field_size_limit((1 << 31) - 1)  # the default refuses texts above 128 KiB
+    _check_values(file, text, text.count("\n") + text.count(delimiter))
     reader = csv.reader(io.StringIO(text), delimiter=delimiter, quoting=quoting, strict=True)
     rows: list[list[str]] = []
     try:
@@ -214,6 +230,7 @@ def _rows(
 def _columns_of_rows(rows: list[list[str]], file: Location, *, header: bool | None) -> Columns:
     if not rows:
         return {}
+    check_shape(file.url, limits=read_limits(), rows=len(rows), columns=len(rows[0]))
     columns = [list(cells) for cells in zip(*rows, strict=True)]
     if has_header(columns) if header is None else header:
         names = [cells[0].strip() for cells in columns]
@@ -272,11 +289,53 @@ def _names_without_header(columns: list[list[str]]) -> list[str]:
 
 def _json(text: str, file: Location, *, line_number: int = 0) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        # Data scraped from the net has halves of emoji; one of them should not end a training.
+        return decode_json(text, replace_lone=True)
+    except ValueError as error:
         where = f", line {line_number}" if line_number else ""
         hint = "one JSON object per line, or one list of objects"
         raise DataError(f"{file.url}{where} is not valid JSON: {error}", hint=hint) from error
+
+
+_BYTES_PER_VALUE = 100
+"""A Python text, and its place in a list: what a cell of two letters takes in memory."""
+
+
+def _check_values(file: Location, text: str, values: int) -> None:
+    """Refuse, before it is taken apart, a text whose values would not fit in memory."""
+    check_memory(file.url, sys.getsizeof(text) + _BYTES_PER_VALUE * values, read_limits())
+
+
+def _check_arrays(file: Location, content: bytes) -> None:
+    """Refuse arrays that claim more than the file can hold, before room is made for them."""
+    limits = read_limits()
+    if content.startswith(b"\x93NUMPY"):
+        _check_array(file.url, io.BytesIO(content), len(content))
+        return
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        check_archive(archive, file.url, limits)
+        for member in archive.infolist():
+            with archive.open(member) as stream:
+                is_array = stream.read(6) == b"\x93NUMPY"
+                stream.seek(0)
+                if is_array:
+                    _check_array(f"{file.url}: {member.filename}", stream, member.file_size)
+
+
+def _check_array(where: str, stream: IO[bytes], size: int) -> None:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0
+    shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(stream)
+    count, size = math.prod(shape), size - stream.tell()
+    check_shape(where, limits=read_limits(), rows=shape[0] if shape else 0)
+    if not dtype.hasobject and count * dtype.itemsize > size:
+        raise DataError(
+            f"{where} claims an array of {count * dtype.itemsize:,} bytes, but holds {size:,}",
+            hint="the file is cut short or damaged: write it again",
+        )
+    # Texts become Python values, of up to 4 bytes a letter.
+    texts = 4 * count * dtype.itemsize if dtype.kind in "SU" else 0
+    check_memory(where, texts + (_BYTES_PER_VALUE * count if texts else 0), read_limits())
 
 
 def _array_column(array: np.ndarray) -> Column:

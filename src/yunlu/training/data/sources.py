@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ import numpy as np
 import xxhash
 
 from yunlu.core.errors import DataError
+from yunlu.core.limits import check_memory
+from yunlu.core.settings import read_limits
 from yunlu.training.data import packages
 from yunlu.training.data.files import Location, locate
 from yunlu.training.data.folders import media_of, read_media
@@ -93,6 +96,14 @@ def read_source(source: str, data: DataSpec) -> dict[str, DataTable]:
     return _read_location(location, data.format)
 
 
+def is_hub_dataset(source: str) -> bool:
+    """Whether a source is a data set on the hub: ``hf:NAME`` that is no path here."""
+    scheme, _, name = source.partition(":")
+    if scheme != "hf" or name.startswith(("//", ".", "/", "~")):
+        return False
+    return not Path(name).expanduser().is_dir()
+
+
 def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
     """The raw text of a file, of all ``*.txt`` in a folder (by path), or of ``synthetic:NAME``."""
     if path.startswith("synthetic:"):
@@ -114,10 +125,9 @@ def read_text(path: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def _read_hf(name: str) -> dict[str, DataTable]:
-    folder = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) or folder.is_dir():
-        return _read_location(locate(str(folder)), "hf")
-    return packages.load_hub(name)
+    if is_hub_dataset(f"hf:{name}"):
+        return packages.load_hub(name)
+    return _read_location(locate(str(Path(name).expanduser())), "hf")
 
 
 def _read_location(location: Location, form: str) -> dict[str, DataTable]:
@@ -183,7 +193,12 @@ def _read_shards(folder: Location, files: list[Location], form: str) -> DataTabl
             f"{folder.url} holds {contents}",
             hint=f"expected images or sounds in a folder per label, or {', '.join(sorted(suffixes))}",
         )
-    tables = [READERS[formats[0]](file) for file in shards]
+    tables: list[Columns] = []
+    held = 0
+    for shard in shards:
+        tables.append(READERS[formats[0]](shard))
+        held += sum(map(_held_bytes, tables[-1].values()))
+        check_memory(folder.url, held, read_limits())
     for shard, columns in zip(shards, tables, strict=True):
         if set(columns) != set(tables[0]):
             raise DataError(
@@ -192,6 +207,13 @@ def _read_shards(folder: Location, files: list[Location], form: str) -> DataTabl
             )
     joined = {name: _join([columns[name] for columns in tables]) for name in tables[0]}
     return DataTable(joined, folder.fingerprint())
+
+
+def _held_bytes(column: Column) -> int:
+    """Bytes a column takes: nearly, since values inside lists are not counted."""
+    if isinstance(column, np.ndarray):
+        return column.nbytes
+    return sys.getsizeof(column) + sum(map(sys.getsizeof, column))
 
 
 def _join(columns: list[Column]) -> Column:

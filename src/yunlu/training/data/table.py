@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from yunlu.core.errors import DataError, did_you_mean
-from yunlu.training.data.files import reading
+from yunlu.training.data.files import read_whole, reading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ class FileRef:
         if self.data is not None:
             return self.data
         with reading(self.path), fsspec.open(self.path, "rb", **dict(self.options)) as file:
-            return file.read()  # pyright: ignore[reportAttributeAccessIssue] - fsspec is untyped
+            return read_whole(file, self.path)
 
     def __str__(self) -> str:
         return self.path

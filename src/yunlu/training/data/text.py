@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from yunlu.core.errors import DataError, ModelError
+from yunlu.core.json_decode import read_json
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import find_hf_directory, names_hf
 
@@ -160,8 +161,8 @@ def _longest_input(spec: ModelSpec, tokenizer: Tokenizer) -> int | None:
     if names_hf(spec.name):
         path = find_hf_directory(spec.name) / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            config = read_json(path)
+        except ModelError:
             config = {}  # reported when the model is built
         keys = ("max_position_embeddings", "n_positions")
         limits += [{**config, **spec.args}.get(key) for key in keys]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from yunlu.core.errors import DataError, ModelError, missing_part
+from yunlu.core.json_decode import read_json
 from yunlu.training.models.hf import find_hf_directory, names_hf
 from yunlu.training.models.initial_weights import base_directory
 
@@ -255,12 +255,12 @@ def _base_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
 def _exported_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer recorded in an export of Yunlu; None if there is none."""
     path = directory / "preprocessing.json"
-    try:
-        name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
-    except FileNotFoundError:
+    if not path.is_file():
         return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} does not hold an object.")
+    name = settings.get("tokenizer")
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     if name == BpeTokenizer.name:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from yunlu.core.errors import ModelError, did_you_mean, missing_part
+from yunlu.core.json_decode import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
     from yunlu.spec.job import ModelSpec
 
 _PREFIX = "hf:"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 # Files to download: no pickles, no code, no copies of the weights in subfolders.
 _ALLOWED = ["*.json", "*.safetensors", "*.txt", "*.model"]
 _IGNORED = ["*/*", "consolidated*"]
@@ -49,9 +51,27 @@ def find_hf_directory(name: str) -> Path:
     path = Path(target).expanduser()
     if path.is_dir():
         return path
-    if not _HUB_NAME.fullmatch(target) or target.startswith("."):
+    match = _HUB_NAME.fullmatch(target)
+    if match is None or target.startswith("."):
         raise ModelError(f"{name}: there is no directory {path.absolute()}.")
-    return _download(target)
+    return _download(match["name"], match["revision"])
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Name and revision of ``NAME@REVISION``: a commit, branch or tag of a repository on the hub."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def hub_commit(directory: Path) -> str | None:
+    """Commit of files that were fetched from the hub, whose cache names directories by it."""
+    is_fetched = directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
+    return directory.name if is_fetched else None
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision names one commit for good; a branch or tag can be moved to another."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def load_hf(spec: ModelSpec, *, auto_class: str, sizes: Mapping[str, Any]) -> nn.Module:
@@ -113,12 +133,17 @@ def _transformers(name: str) -> Any:
     return transformers
 
 
-def _download(name: str) -> Path:
+@cache
+def _download(name: str, revision: str | None) -> Path:
+    """Once in a process: model and tokenizer are of the same commit, though a branch moves meanwhile."""
     _transformers(name)
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with transformers
 
     try:
-        directory = snapshot_download(name, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED)
+        # Resolves a branch to its commit first: all files are of the same one.
+        directory = snapshot_download(
+            name, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
+        )
     except Exception as error:
         raise ModelError(
             f"hf:{name} is not a directory here and cannot be fetched from the hub: {_reason(error)}",
@@ -134,12 +159,7 @@ def _read_config(directory: Path, spec: ModelSpec, sizes: Mapping[str, Any]) -> 
             f"{spec.name}: {directory} has no config.json.",
             hint="a Hugging Face model directory holds config.json and model.safetensors",
         )
-    try:
-        config_json = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config_json, dict):
-        raise ModelError(f"{path} does not hold a configuration: it is not an object.")
+    check_config(path, spec.args)
     try:
         config, unused = _transformers(spec.name).AutoConfig.from_pretrained(
             directory,
@@ -161,6 +181,41 @@ def _read_config(directory: Path, spec: ModelSpec, sizes: Mapping[str, Any]) -> 
     return config
 
 
+def check_config(path: Path, args: Mapping[str, Any]) -> None:
+    """Refuse a configuration that is none, or that names code on the hub.
+
+    transformers takes an attention or experts implementation with a ``/`` for the name of a repository
+    of kernels, and asks the hub for it, whatever ``local_files_only`` and ``trust_remote_code`` say.
+    """
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} does not hold a configuration: it is not an object.")
+    for where, key, value in (*_implementations(config), *_implementations(args)):
+        names = value.values() if isinstance(value, dict) else [value]
+        for name in names:
+            if isinstance(name, str) and not _IMPLEMENTATION.fullmatch(name):
+                raise ModelError(
+                    f"{path}: {where}{key} is {name!r}: a kernel from the hub, which is code.",
+                    hint="remove the key, or write eager, sdpa or flash_attention_2",
+                )
+
+
+_IMPLEMENTATION = re.compile(r"[A-Za-z0-9_|]*")
+
+
+def _implementations(config: Any, where: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Keys that choose an implementation, also of nested configurations."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from _implementations(value, f"{where}{number}.")
+    elif isinstance(config, dict):
+        for key, value in config.items():
+            if re.search(r"_implementation(_internal)?$", str(key)):
+                yield where, str(key), value
+            elif isinstance(value, dict | list):
+                yield from _implementations(value, f"{where}{key}.")
+
+
 def _check_weights(directory: Path) -> None:
     """Check that the directory holds its weights as safetensors."""
     if (directory / "adapter_config.json").is_file():
@@ -172,8 +227,8 @@ def _check_weights(directory: Path) -> None:
         return
     if index.is_file():
         try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            files = set(read_json(index)["weight_map"].values())
+        except (KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not an index of weights.") from error
         for file in sorted(files):
             if not str(file).endswith(".safetensors") or Path(file).name != file:
@@ -217,7 +272,7 @@ def _check_fit(
 
 def _match_labels(model: Any, directory: Path, sizes: Mapping[str, Any]) -> None:
     """Reorder the rows of the head by the job's labels, if they are the same set."""
-    config_json = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config_json = read_json(directory / "config.json")
     before = [
         name for _, name in sorted((config_json.get("id2label") or {}).items(), key=_by_number)
     ]

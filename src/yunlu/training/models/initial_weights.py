@@ -6,7 +6,6 @@ artifacts are read here for the tasks to reuse, and checked before the first ste
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from yunlu.core.errors import ModelError
+from yunlu.core.json_decode import decode_json, read_json
 from yunlu.core.units import show_count
 from yunlu.training.models.adapter import add_adapter, find_head, has_adapter
 from yunlu.training.models.hf import find_hf_directory, is_hf, names_hf, new_weights
@@ -184,11 +184,16 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+            aliases = decode_json((file.metadata() or {}).get("aliases", "{}"))
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return tensors | {name: tensors[source] for name, source in aliases.items()}
+    try:
+        return tensors | {name: tensors[source] for name, source in aliases.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} is damaged: its aliases name weights it does not hold."
+        ) from error
 
 
 def _check_names(
@@ -261,10 +266,7 @@ def _read_artifacts(directory: Path) -> dict[str, Any]:
     for name in _ARTIFACT_FILES:
         path = directory / name
         if path.is_file():
-            try:
-                artifacts = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ModelError(f"{path} is not readable JSON: {error}") from error
+            artifacts = read_json(path)
             if not isinstance(artifacts, dict):
                 raise ModelError(f"{path} does not hold an object.")
             return artifacts

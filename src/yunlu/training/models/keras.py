@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from yunlu.core.decompress import check_archive
 from yunlu.core.errors import ModelError, missing_part
-from yunlu.core.settings import use_keras_on_torch
+from yunlu.core.settings import read_limits, use_keras_on_torch
 
 if TYPE_CHECKING:
     from yunlu.spec.job import ModelSpec
@@ -53,6 +54,11 @@ def load_keras(spec: ModelSpec) -> nn.Module:
             f"{spec.name}: a .keras file is a finished model and takes no arguments.",
             hint="remove model.args",
         )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_archive(archive, str(path), read_limits(), kind=ModelError)
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{path} is not a valid .keras file: {error}") from error
     use_keras_on_torch()
     try:
         import keras  # noqa: PLC0415 - seconds to import, and optional

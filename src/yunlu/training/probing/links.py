@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from yunlu.core.json_decode import decode_json
 from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
 from yunlu.training.probing.child_process import end_with_parent, start_child
 
@@ -52,7 +53,7 @@ def measure_start_and_link(
             line = child.stdout.readline()
             if not line:
                 raise WorkerGoneError
-            report: dict[str, float] = json.loads(line)
+            report: dict[str, float] = decode_json(line)
             try:
                 link = exchange(0, store, sizes, rounds)
             except RuntimeError:  # torch raises it for every failure of a collective
@@ -137,7 +138,7 @@ def main(store: str, sizes: str, rounds: str) -> int:
     }
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
-    exchange(1, store, json.loads(sizes), int(rounds))
+    exchange(1, store, decode_json(sizes), int(rounds))
     return 0
 
 

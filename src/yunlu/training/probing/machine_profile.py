@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
 import torch
 
+from yunlu.core.json_decode import decode_json
 from yunlu.planning.machine_profile import MachineProfile
 from yunlu.training.probing.child_process import start_child
 from yunlu.training.probing.profile_store import load_profile, save_profile
@@ -33,7 +33,7 @@ def _measure_in_subprocess() -> MachineProfile:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"probed"'):
-                return MachineProfile.model_validate(json.loads(line)["probed"])
+                return MachineProfile.model_validate(decode_json(line)["probed"])
     from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
 
     return measure_machine(quick=True)

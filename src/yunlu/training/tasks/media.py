@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -11,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError, missing_part
+from yunlu.core.json_decode import read_json
+from yunlu.core.limits import check_sample_rate
+from yunlu.core.settings import read_limits
 from yunlu.training.data.audio import LogMelFrontEnd, WaveformFrontEnd, read_audio
 from yunlu.training.data.table import FileRef
-from yunlu.training.models.hf import find_hf_directory, names_hf
+from yunlu.training.models.hf import check_config, find_hf_directory, names_hf
 from yunlu.training.tasks.scoring import ClassScorer, loss_sum
 from yunlu.training.tasks.task import Batch, call, logits_of
 
@@ -168,6 +170,7 @@ def read_hf_config(spec: ModelSpec) -> Any:
     except ImportError as error:
         raise missing_part("transformers", "hf", f"The model {spec.name}") from error
     directory = find_hf_directory(spec.name)
+    check_config(directory / "config.json", spec.args)
     try:
         return AutoConfig.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, **spec.args
@@ -184,10 +187,7 @@ def read_hf_preprocessor(spec: ModelSpec) -> dict[str, Any]:
     path = find_hf_directory(spec.name) / "preprocessor_config.json"
     if not spec.pretrained or not path.is_file():
         return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    settings = read_json(path)
     return settings if isinstance(settings, dict) else {}
 
 
@@ -197,8 +197,15 @@ def choose_front_end(job: Job, first: Any) -> LogMelFrontEnd | WaveformFrontEnd:
     The sample rate is the job's, else the pretrained model's, else the first file's.
     """
     sample_rate = job.data.sample_rate
+    if sample_rate != "auto":
+        check_sample_rate("data.sample_rate", sample_rate, read_limits())
     if names_hf(job.model.name):
         usual = read_hf_preprocessor(job.model).get("sampling_rate", HF_SAMPLE_RATE)
+        if type(usual) is not int:
+            raise ModelError(
+                f"{job.model.name}: its sampling_rate is {usual!r}, not a whole number."
+            )
+        check_sample_rate(job.model.name, usual, read_limits())
         return WaveformFrontEnd(usual if sample_rate == "auto" else sample_rate)
     return LogMelFrontEnd(read_audio(first)[1] if sample_rate == "auto" else sample_rate)
 

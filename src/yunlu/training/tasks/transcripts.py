@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError, ModelError
+from yunlu.core.json_decode import read_json
 from yunlu.training.models.hf import find_hf_directory, names_hf
 from yunlu.training.tasks.media import read_hf_config
 from yunlu.training.tasks.task import Batch, Evaluation, Example
@@ -58,7 +58,7 @@ class Characters:
     def read_hf(cls, path: Path, config: Any) -> Characters:
         """Read the vocabulary of pretrained weights; its padding is the blank."""
         try:
-            vocabulary: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
+            vocabulary: dict[str, int] = read_json(path)
             codes = {str(symbol): int(code) for symbol, code in vocabulary.items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ModelError(f"{path} is not a table of characters: {error}") from error

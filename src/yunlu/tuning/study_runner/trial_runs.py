@@ -6,6 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import read_settings
 from yunlu.runs.documents import read_job
 from yunlu.runs.events import AttemptStarted
@@ -83,7 +84,7 @@ def write_verdict(run: RunStore, verdict: dict[str, Any]) -> None:
 def read_verdict(run: RunStore) -> dict[str, Any]:
     """The last instruction to the worker."""
     content = run.read(Document.TRIAL_CONTROL)
-    return {} if content is None else json.loads(content)
+    return {} if content is None else decode_json(content)
 
 
 def drop_checkpoints(run: RunStore) -> None:

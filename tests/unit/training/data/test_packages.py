@@ -8,6 +8,8 @@ import datasets
 import numpy as np
 import pytest
 import soundfile
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import DatasetInfo
 from PIL import Image
 
 from yunlu.core.errors import DataError, MissingPartError
@@ -18,6 +20,9 @@ from yunlu.training.data.table import AudioRef, ImageRef
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+COMMIT = "0123abcd" * 5
 
 
 def load(train: object, **fields: Any) -> Tables:
@@ -113,16 +118,39 @@ def test_a_hub_name_is_loaded_without_running_its_code(monkeypatch: pytest.Monke
         return datasets.DatasetDict({"train": rows, "validation": rows.select([0])})
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: DatasetInfo(id="x", sha=COMMIT))
     found = load("hf:someone/reviews:small", split={"test": 0.25})
-    assert asked == [(("someone/reviews", "small"), {})]
+    assert asked == [(("someone/reviews", "small"), {"revision": COMMIT})]
     assert found.validation is not None
     assert len(found.validation) == 1
 
 
-def test_a_hub_that_cannot_be_reached_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+@pytest.mark.parametrize(
+    ("named", "asked_for"), [(f"@{COMMIT}", COMMIT), ("@v2", "v2"), ("", None)]
+)
+def test_without_the_hub_the_revision_is_what_the_job_names(
+    named: str, asked_for: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route")
 
+    revisions: list[Any] = []
+
+    def answer(*_: Any, revision: str | None) -> datasets.Dataset:
+        revisions.append(revision)
+        return datasets.Dataset.from_dict({"text": list("abcdefgh")})
+
+    monkeypatch.setattr(HfApi, "dataset_info", offline)
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    load(f"hf:someone/else{named}")
+    assert revisions == [asked_for]
+
+
+def test_a_hub_that_cannot_be_reached_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(HfApi, "dataset_info", fail)
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match="cannot load the data set hf:someone/reviews: no route"):
         load("hf:someone/reviews")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,13 @@ from tests.unit.training.tiny_hf import save_bert, save_gpt2
 from yunlu.core.errors import ModelError
 from yunlu.spec.job import ModelSpec
 from yunlu.training.models.build import build_model, is_hf
-from yunlu.training.models.hf import names_hf
+from yunlu.training.models.hf import (
+    find_hf_directory,
+    hub_commit,
+    is_commit,
+    names_hf,
+    split_revision,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,3 +203,73 @@ def test_only_directories_with_a_configuration_count_as_models(tmp_path: Path) -
     assert not names_hf(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert names_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_implementation": "evil/kernel"}, "attn_implementation is 'evil/kernel'"),
+        ({"_attn_implementation": "evil/kernel"}, "_attn_implementation"),
+        ({"_attn_implementation_internal": "evil/kernel@main:f"}, "_attn_implementation_internal"),
+        ({"attn_implementation": {"": "evil/kernel"}}, "evil/kernel"),
+        ({"attn_implementation": "../../kernel"}, "a kernel from the hub"),
+        ({"experts_implementation": "evil/experts"}, "experts_implementation"),
+        ({"text_config": {"_attn_implementation": "a/b"}}, "text_config._attn_implementation"),
+        ({"parts": [{"attn_implementation": "a/b"}]}, "parts.0.attn_implementation"),
+    ],
+)
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_a_configuration_cannot_name_a_kernel_of_the_hub(
+    bert: Path, changes: dict[str, Any], named: str, pretrained: bool
+) -> None:
+    change_config(bert, **changes)
+    with pytest.raises(ModelError, match="a kernel from the hub, which is code") as raised:
+        load(bert, pretrained=pretrained)
+    assert named in raised.value.message
+
+
+def test_nor_can_the_arguments_of_a_job(bert: Path) -> None:
+    with pytest.raises(ModelError, match="a kernel from the hub"):
+        load(bert, attn_implementation="evil/kernel")
+
+
+def test_usual_implementations_are_allowed(bert: Path) -> None:
+    change_config(bert, attn_implementation="eager")
+    assert is_hf(load(bert))
+
+
+@pytest.mark.parametrize("content", ["[" * 5000, '{"a": "\\ud800"}', "9" * 5000])
+def test_a_hostile_configuration_is_refused(bert: Path, content: str) -> None:
+    (bert / "config.json").write_text(content)
+    with pytest.raises(ModelError, match="not readable JSON"):
+        load(bert)
+
+
+COMMIT = "0123abcd" * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [("hf:someone/m0", None), ("hf:someone/m1@v2", "v2"), (f"hf:someone/m2@{COMMIT}", COMMIT)],
+)
+def test_a_model_of_the_hub_is_fetched_once_at_its_revision(
+    name: str, revision: str | None, bert: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetched = tmp_path / "snapshots" / COMMIT
+    shutil.copytree(bert, fetched)
+    asked: list[Any] = []
+
+    def download(repository: str, *, revision: str | None, **_: Any) -> str:
+        asked.append((repository, revision))
+        return str(fetched)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert hub_commit(find_hf_directory(name)) == COMMIT
+    assert is_hf(load(name))
+    assert asked == [(split_revision(name.removeprefix("hf:"))[0], revision)]
+    assert hub_commit(bert) is None
+
+
+def test_only_a_whole_commit_names_a_version_for_good() -> None:
+    assert is_commit(COMMIT)
+    assert not any(map(is_commit, (None, "main", COMMIT[:12], COMMIT.upper(), f"{COMMIT}0")))

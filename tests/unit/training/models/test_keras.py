@@ -128,3 +128,23 @@ def test_a_users_function_may_return_a_keras_model(tmp_path: Path) -> None:
     assert model(torch.randn(2, 4)).shape == (2, 6)
     with pytest.raises(ModelError, match="no weights yet"):
         load(f"{file}:unbuilt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("ratio=100, ratio_from=1MiB", "above 100 to 1"),
+        ("memory=1MiB", "in memory"),
+        ("columns=1", "has 2 members"),
+    ],
+)
+def test_an_archive_that_unpacks_too_far_is_refused_before_keras_sees_it(
+    settings: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.keras"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("model.weights.h5", bytes(4 << 20))
+    monkeypatch.setenv("YUNLU_LIMITS", settings)
+    with pytest.raises(ModelError, match=words):
+        load(path)

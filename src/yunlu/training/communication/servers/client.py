@@ -71,7 +71,9 @@ class ServerClient:
 
         first = connect(0)
         welcome = first.welcome()
-        assert welcome.rules is not None
+        if welcome.rules is None:
+            first.close()
+            raise TrainingError("A parameter server sent no rules in its welcome.")
         self.rules: ServerRules = welcome.rules
         if welcome.length != self._flat.length:
             first.close()

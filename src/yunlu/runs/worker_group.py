@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from yunlu.core.errors import StoreError
+from yunlu.core.json_decode import decode_json
 from yunlu.core.secure_link import LinkRefusedError, connect_link, derive_secret
 from yunlu.core.value import Value
 from yunlu.runs.run_store import Document
@@ -126,8 +127,8 @@ class FrameDecoder:
             body = bytes(self._pending[_LENGTH_BYTES : _LENGTH_BYTES + length])
             del self._pending[: _LENGTH_BYTES + length]
             try:
-                message = json.loads(body)
-            except (ValueError, RecursionError) as error:
+                message = decode_json(body)
+            except ValueError as error:
                 raise FrameError("a frame does not hold JSON") from error
             if not isinstance(message, dict):
                 raise FrameError("a frame does not hold a JSON object")

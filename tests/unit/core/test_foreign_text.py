@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.security.hostile import PAYLOADS, SURROGATE, steering
+from tests.unit.security.hostile import PAYLOADS, SURROGATE, control_sequences
 from yunlu.core.foreign_text import clean_for_page, clean_for_terminal, escape_for_json
 
 EVERY = PAYLOADS | {"lone surrogate": SURROGATE}
@@ -17,8 +17,8 @@ EVERY = PAYLOADS | {"lone surrogate": SURROGATE}
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_that_steers_a_terminal_is_left(name: str) -> None:
     cleaned = clean_for_terminal(EVERY[name])
-    assert steering(cleaned, colours=False) == set()
-    assert steering(clean_for_page(EVERY[name]), colours=False) == set()
+    assert control_sequences(cleaned, colours=False) == set()
+    assert control_sequences(clean_for_page(EVERY[name]), colours=False) == set()
     cleaned.encode()
 
 
@@ -26,7 +26,7 @@ def test_nothing_that_steers_a_terminal_is_left(name: str) -> None:
 def test_json_keeps_the_value_and_shows_no_control(name: str) -> None:
     given = {EVERY[name]: [EVERY[name]]}
     text = escape_for_json(json.dumps(given, ensure_ascii=False))
-    assert steering(text, colours=False) == set()
+    assert control_sequences(text, colours=False) == set()
     assert json.loads(text) == given
     text.encode()
 
@@ -46,5 +46,5 @@ def test_line_ends_of_windows_are_plain_line_ends() -> None:
 def test_cleaning_is_done_once_and_for_all(text: str) -> None:
     cleaned = clean_for_terminal(text)
     assert clean_for_terminal(cleaned) == cleaned
-    assert steering(cleaned, colours=False) == set()
+    assert control_sequences(cleaned, colours=False) == set()
     assert json.loads(escape_for_json(json.dumps(text, ensure_ascii=False))) == text

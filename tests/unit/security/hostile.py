@@ -71,7 +71,7 @@ _REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 _MARKS = set("\u200e\u200f\u061c\ufff9\ufffa\ufffb")
 
 
-def steering(text: str, *, colours: bool = True) -> set[str]:
+def control_sequences(text: str, *, colours: bool = True) -> set[str]:
     """Characters that steer a terminal or reorder text; colours are those that Rich itself writes."""
     text = _SGR.sub("", text) if colours else text
     return {
@@ -167,5 +167,5 @@ def queue_entry(text: str) -> dict[str, Any]:
         "submitted_at": 1.0,
         "team": text,
         "signature": text,
-        "request": {"least": 1, "most": 1, "asked": 1},
+        "request": {"least": 1, "most": 1, "requested": 1},
     }

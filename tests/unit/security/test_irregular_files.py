@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.security.hostile import make_hostile_run
 from yunlu.cli.main import main
-from yunlu.core.files import append_lines, read_last, read_lines, write_atomically
+from yunlu.core.files import append_lines, read_lines, write_atomically
 from yunlu.core.regular_files import (
     IrregularFileError,
     check_directory,
@@ -73,7 +73,6 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 READERS: dict[str, Callable[[Path], object]] = {
     "read": read_regular,
     "lines": lambda path: list(read_lines(path)),
-    "last": read_last,
     "append": lambda path: append_lines(path, [{"a": 1}]),
     "lock": lambda path: os.close(open_regular(path, os.O_RDWR | os.O_CREAT)),
     "check": check_regular,

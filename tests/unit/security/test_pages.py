@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.security.hostile import ALL, PAYLOADS, make_hostile_run, steering
+from tests.unit.security.hostile import ALL, PAYLOADS, make_hostile_run, control_sequences
 from tests.unit.tuning.made_studies import make_study
 from yunlu.cli.main import main
 from yunlu.render import html_page
@@ -37,7 +37,7 @@ def check_page(page: str, harmless: str) -> None:
     elements = Elements(page)
     assert elements.scripts == Elements(harmless).scripts  # our own
     assert elements.handlers == elements.images == []
-    assert steering(page, colours=False) == set()
+    assert control_sequences(page, colours=False) == set()
     assert "{{ 7*7 }}" in page  # as text
     page.encode()
 
@@ -62,7 +62,7 @@ def test_the_page_and_table_of_a_study_hold_its_texts_as_text(
     check_page(render_page(view, now=1_790_001_000.0), render_page(harmless, now=1_790_001_000.0))
     console = TerminalConsole(width=200, force_terminal=True)
     console.print(study_page(view, now=1_790_001_000.0, width=200, rows=None))
-    assert steering(capsys.readouterr().out) == set()
+    assert control_sequences(capsys.readouterr().out) == set()
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -70,6 +70,6 @@ def test_every_value_of_a_template_is_cleaned(payload: str) -> None:
 
     environment = html_page._environment()
     page = environment.from_string("<p title='{{ x }}'>{{ x }}</p>").render(x=PAYLOADS[payload])
-    assert steering(page, colours=False) == set()
+    assert control_sequences(page, colours=False) == set()
     assert Elements(page).scripts == 0
     assert Elements(page).images == []

@@ -15,7 +15,7 @@ from tests.unit.security.hostile import (
     SURROGATE,
     hostile_events,
     make_hostile_run,
-    steering,
+    control_sequences,
 )
 from yunlu.cli.main import main
 from yunlu.core.errors import DataError
@@ -74,7 +74,7 @@ def test_no_stored_text_steers_the_terminal(
     make_hostile_run(own_home, ALL, ends=ends)
     text = printed(READING[verb], capsys)
     assert text.strip()
-    assert steering(text, colours=coloured) == set()
+    assert control_sequences(text, colours=coloured) == set()
     assert "\x1b]8" not in text
 
 
@@ -84,7 +84,7 @@ def test_json_of_stored_text_is_whole_and_steers_nothing(
 ) -> None:
     make_hostile_run(own_home, ALL)
     text = printed(JSON[verb], capsys)
-    assert steering(text, colours=False) == set()
+    assert control_sequences(text, colours=False) == set()
     for line in text.splitlines():
         json.loads(line)
     if verb == "ps":
@@ -101,7 +101,7 @@ def test_lone_surrogates_end_no_verb(
     with (path / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     (path / "job.json").write_text(json.dumps(job | {"note": SURROGATE}))
-    assert steering(printed([verb] if verb == "ps" else [verb, RUN], capsys)) == set()
+    assert control_sequences(printed([verb] if verb == "ps" else [verb, RUN], capsys)) == set()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_hostile_name_of_a_run_is_refused_in_harmless_words(
 ) -> None:
     make_hostile_run(own_home, "fine")
     assert main([verb, name]) == 1
-    assert steering("".join(capsys.readouterr())) == set()
+    assert control_sequences("".join(capsys.readouterr())) == set()
 
 
 def test_names_of_directories_are_shown_harmlessly(
@@ -125,11 +125,11 @@ def test_names_of_directories_are_shown_harmlessly(
     text = printed(["ps"], capsys)
     assert "b[link=evil]-000000" in text
     assert "c[bold]-000000" in text
-    assert steering(text) == set()
+    assert control_sequences(text) == set()
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_job_file_is_described_without_steering(
+def test_a_job_file_is_described_without_control_sequences(
     payload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAYLOADS[payload]
@@ -143,7 +143,7 @@ def test_a_job_file_is_described_without_steering(
             assert code in {0, 1}
             shown = "".join(capsys.readouterr())
             assert shown
-            assert steering(shown, colours=False) == set()
+            assert control_sequences(shown, colours=False) == set()
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -156,7 +156,7 @@ def test_an_error_about_a_column_does_not_steer(
     monkeypatch.setattr("yunlu.cli.ps.default_client", fail)
     for words in (["ps"], ["ps", "--debug"]):
         assert main(words) == 1
-        assert steering("".join(capsys.readouterr()), colours=False) == set()
+        assert control_sequences("".join(capsys.readouterr()), colours=False) == set()
 
 
 def test_colours_of_a_log_stay_but_its_links_and_moves_go(
@@ -169,7 +169,7 @@ def test_colours_of_a_log_stay_but_its_links_and_moves_go(
     (path / "worker.log").write_text(f"\x1b[31mred\x1b[0m {link} \x1b[2Jgone\n")
     text = printed(["logs", RUN], capsys)
     assert "\x1b[31mred" in text
-    assert steering(text) == set()
+    assert control_sequences(text) == set()
     assert "evil.example" not in text
 
 
@@ -188,7 +188,7 @@ def test_the_display_of_a_training_run_is_not_steered(display: type) -> None:
     shown.close()
     text = re.sub(r"\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r", "", out.getvalue())  # moves of Rich
     assert text
-    assert steering(text) == set()
+    assert control_sequences(text) == set()
 
 
 def test_strings_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import xxhash
 
+from yunlu.core.json_decode import decode_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -100,8 +102,8 @@ class FrameReader:
         if _checksum(self._control, self._body) != self._sum:
             raise BadFrameError("a frame has a wrong checksum")
         try:
-            control = json.loads(bytes(self._control))
-        except (ValueError, RecursionError) as error:
+            control = decode_json(bytes(self._control))
+        except ValueError as error:
             raise BadFrameError("a frame does not hold JSON") from error
         if not isinstance(control, dict):
             raise BadFrameError("a frame does not hold a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path  # noqa: TC003 (the command line is read from it)
 from typing import Annotated
 
@@ -18,7 +19,6 @@ def join(
     /,
     *,
     devices: int = 1,
-    token: Annotated[str | None, Parameter(show_default=False)] = None,
     token_file: Annotated[Path | None, Parameter(show_default=False)] = None,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> int:
@@ -29,8 +29,8 @@ def join(
     Args:
         address: HOST:PORT of the run's supervisor; its worker_group.json has it.
         devices: Number of workers to lend.
-        token: The run's token; its worker_group.json has it.
-        token_file: A file with the token: others can see the arguments of a command.
+        token_file: File with the run's token, or - for standard input; worker_group.json has it. Not an
+            argument: others can see those of a command.
         name: Name of the node in the run. Default: host and process id.
     """
     host, _, port = address.rpartition(":")
@@ -38,10 +38,9 @@ def join(
         raise StoreError(f"{address!r} is not an address", hint="write HOST:PORT")
     if devices < 1:
         raise StoreError(f"{devices} devices are none to lend", hint="give one or more")
-    if token_file is not None:
-        token = _read_token(token_file)
+    token = "" if token_file is None else _read_token(token_file)
     if not token:
-        raise StoreError("the run's token is missing", hint="give --token-file or --token")
+        raise StoreError("the run's token is missing", hint="give --token-file")
     client = default_client()
     target = client.find_group(host, int(port), token, name=name)
     line = Text.assemble((target.node, "bold"), f" lends {devices} to {target.run}")
@@ -51,7 +50,7 @@ def join(
 
 def _read_token(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return (sys.stdin.read() if str(path) == "-" else path.read_text()).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(
             f"the token cannot be read from {path}: {error}", hint="check --token-file"

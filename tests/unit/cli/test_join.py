@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,20 @@ from yunlu.training.elastic.control_server import ControlServer
     [
         ({"devices": 0}, "none to lend"),
         ({"name": "local"}, "own node"),
-        ({"token": None}, "token is missing"),
+        ({"token_file": None}, "token is missing"),
         ({"token_file": Path("/nowhere/token")}, "cannot be read"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_asked(
-    given: dict[str, Any], words: str
+    given: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "token").write_text("t")
     with pytest.raises(StoreError, match=words):
-        join("127.0.0.1:1", **{"token": "t", **given})
+        join("127.0.0.1:1", **{"token_file": tmp_path / "token", **given})
 
 
-def test_a_wrong_token_is_called_one() -> None:
+def test_a_wrong_token_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("guessed\n"))
     links = ControlServer("127.0.0.1", "right")
     is_over = threading.Event()
 
@@ -41,7 +44,7 @@ def test_a_wrong_token_is_called_one() -> None:
     thread.start()
     try:
         with pytest.raises(StoreError, match="another token"):
-            join(f"127.0.0.1:{links.port}", token="guessed")
+            join(f"127.0.0.1:{links.port}", token_file=Path("-"))
     finally:
         is_over.set()
         thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -216,11 +217,12 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
         raise AssertionError("a program was started")
 
     monkeypatch.setattr(worker_group.subprocess, "Popen", refuse)
+    monkeypatch.setattr("sys.stdin", io.StringIO("t"))
     return answer
 
 
 def join(capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["join", "127.0.0.1:1", "--token", "t"]) == 1
+    assert main(["join", "127.0.0.1:1", "--token-file", "-"]) == 1
     return " ".join(capsys.readouterr().err.split())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.security.hostile import ALL, PAYLOADS, make_hostile_run, control_sequences
+from tests.unit.security.hostile import ALL, PAYLOADS, control_sequences, make_hostile_run
 from tests.unit.tuning.made_studies import make_study
 from yunlu.cli.main import main
 from yunlu.render import html_page

@@ -13,9 +13,9 @@ from tests.unit.security.hostile import (
     ALL,
     PAYLOADS,
     SURROGATE,
+    control_sequences,
     hostile_events,
     make_hostile_run,
-    control_sequences,
 )
 from yunlu.cli.main import main
 from yunlu.core.errors import DataError

@@ -1,0 +1,184 @@
+"""What the protection of connections costs: CPU time of a step between two hosts, with and without it.
+
+    python benchmarks/secure_links.py [--rate 1gbit] [--width 256] [--layers 4] [--batch 16] [--rounds 5]
+
+Needs root: its hosts are network namespaces. Two workers train a transformer on random tokens and sum
+their gradients over a ring. In turn, their connections are as they are (TLS 1.3), or plain: the same
+code without handshake and records. A ratio is that of the medians of all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.netrig import Rig, why_no_rig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PORT = 23_456
+SECRET = b"benchmark"
+_LIMIT = timedelta(seconds=120)
+
+
+def main() -> int:
+    """Run both kinds in turn, and print their ratio."""
+    options = parse()
+    if options.rank is not None:
+        sys.stdout.write(json.dumps(work(options)) + "\n")
+        return 0
+    if reason := why_no_rig():
+        sys.stderr.write(f"{reason}\n")
+        return 1
+    results: dict[str, list[dict[str, float]]] = {"tls": [], "plain": []}
+    with Rig(2, rate=options.rate, pin=True) as rig:
+        for _ in range(options.rounds):
+            for kind, rounds in results.items():
+                rounds.append(run_pair(rig, kind, options))
+                sys.stderr.write(f"{kind:6} {rounds[-1]}\n")
+    medians = {
+        kind: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for kind, rounds in results.items()
+    }
+    ratios = {name: medians["tls"][name] / medians["plain"][name] for name in ("cpu_s", "step_s")}
+    sys.stdout.write(
+        json.dumps({"options": vars(options), "medians": medians, "tls/plain": ratios}, indent=2)
+    )
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Options; ``--rank`` is for workers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kind", default="tls", choices=("tls", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_pair(rig: Rig, kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Both workers of one round; the slower one counts."""
+    hosts = [rig.address(0), rig.address(1)]
+    workers = [
+        rig.run(
+            rank,
+            command(rank, kind, hosts, options),
+            environment={"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [
+        json.loads(worker.communicate(timeout=600)[0].splitlines()[-1]) for worker in workers
+    ]
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+
+def command(rank: int, kind: str, hosts: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Command of one worker."""
+    given = ("width", "layers", "batch", "steps")
+    numbers = [word for name in given for word in (f"--{name}", str(getattr(options, name)))]
+    where = ["--rank", str(rank), "--kind", kind, "--hosts", *hosts]
+    return [sys.executable, str(Path(__file__)), *numbers, *where]
+
+
+def work(options: argparse.Namespace) -> dict[str, float]:
+    """Train, and measure seconds and CPU seconds of a step."""
+    import torch  # noqa: PLC0415 (only workers)
+
+    from yunlu.training.communication.allreduce.ring import ring_allreduce  # noqa: PLC0415
+    from yunlu.training.communication.transport import connect  # noqa: PLC0415
+    from yunlu.training.models.transformer import CausalTransformer  # noqa: PLC0415
+    from yunlu.training.parallel.group_store import GroupStore, StoreServer  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    if options.kind == "plain":
+        unprotect()
+    server = StoreServer(options.hosts[0], SECRET, port=PORT) if options.rank == 0 else None
+    store = GroupStore((options.hosts[0], PORT), SECRET, timeout=_LIMIT)
+    transport = connect(
+        store, options.rank, 2, options.hosts[options.rank], secret=SECRET, within_s=120
+    )
+    model: Any = CausalTransformer(
+        vocabulary=1000, width=options.width, layers=options.layers, heads=4
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 1000, (options.batch, 65))
+    began = cpu = 0.0
+    for step in range(options.steps):
+        if step == 2:  # the first two warm caches and connections
+            began, cpu = time.perf_counter(), time.process_time()
+        logits = model(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        flat = torch.cat([p.grad.view(-1) for p in model.parameters()])
+        ring_allreduce(transport, flat, tag=step)
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = options.steps - 2
+    result = {
+        "step_s": (time.perf_counter() - began) / counted,
+        "cpu_s": (time.process_time() - cpu) / counted,
+        "bytes": float(flat.nbytes),
+    }
+    transport.close()
+    if server is not None:
+        store.wait(["done"])
+        server.close()
+    else:
+        store.set("done", "1")
+    return result
+
+
+def unprotect() -> None:
+    """Replace links by plain sockets with the same methods."""
+    from yunlu.core import secure_link  # noqa: PLC0415
+
+    class Plain(secure_link.SecureLink):
+        is_proved = property(lambda _: True)  # type: ignore[assignment]
+        pending = property(lambda _: False)  # type: ignore[assignment]
+
+        def handshake(self) -> None:
+            return
+
+        def sendmsg(self, views: Any) -> int:
+            return self._sock.sendmsg(views)
+
+        def sendall(self, data: Any) -> None:
+            self._sock.sendall(data)
+
+        def recv(self, limit: int) -> bytes:
+            return self._sock.recv(limit)
+
+        def recv_into(self, into: memoryview) -> int:
+            return self._sock.recv_into(into)
+
+        def recvmsg_into(self, buffers: Any) -> tuple[int]:
+            return (self._sock.recvmsg_into(buffers)[0],)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("yunlu.") and hasattr(module, "SecureLink"):
+            module.SecureLink = Plain  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

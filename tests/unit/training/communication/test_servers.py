@@ -353,7 +353,10 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
                     link.shutdown(socket.SHUT_WR)
                     while more := link.recv(65536):
                         answer += more
-                assert not answer or (not is_stranger and attempt.startswith(hello))
+                if is_stranger:
+                    assert answer in {b"", b"\x15\x03\x03\x00\x02\x02F"}  # an alert of TLS at most
+                else:
+                    assert not answer or attempt.startswith(hello)
         for worker in group:
             worker.end()
         torch.testing.assert_close(servers.weights(), weights, rtol=0, atol=1e-6)

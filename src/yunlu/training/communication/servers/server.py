@@ -180,7 +180,9 @@ class ShardServer:
             self._selector.modify(link, events)
             return False
         except Exception as error:  # noqa: BLE001 (whatever a stranger sends ends only its connection)
-            log.warning("refused an unauthenticated client: %s", error)
+            log.debug(
+                "refused an unauthenticated client: %s", error
+            )  # a stranger must not fill the log
             self._disconnect(link, "unauthenticated")
             return False
         self._selector.modify(link, selectors.EVENT_READ)

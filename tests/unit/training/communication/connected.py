@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from tests.waiting import LIMIT_S
+from yunlu.core.secure_link import SecureLink
 from yunlu.training.communication.transport import Transport, connect
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ def make_wires(hosts: Sequence[str], *, patience_s: float = LIMIT_S) -> list[Tra
         )
 
     return in_threads(join, size)
+
+
+def make_link_pair() -> tuple[SecureLink, SecureLink]:
+    """Both ends of a connection, proved to each other."""
+    near, far = socket.socketpair()
+    links = SecureLink(near, b"test", is_server=True), SecureLink(far, b"test", is_server=False)
+    in_threads(lambda number: links[number].handshake(), 2)
+    return links
 
 
 def in_threads(function: Callable[[int], T], size: int) -> list[T]:

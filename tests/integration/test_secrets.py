@@ -194,7 +194,7 @@ def stage(measured_once: Path) -> Iterator[Stage]:
         environment = {
             **os.environ, **VARIABLES, "YUNLU_HOME": str(path / "home"),
             "YUNLU_CACHE": str(path / "cache"), "YUNLU_LANG": "en", "YUNLU_PATIENCE": "5",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         yield Stage(path, environment)
     finally:

@@ -184,7 +184,7 @@ def test_what_two_settings_have_in_common_is_trained_once(own_home: Path) -> Non
 @pytest.mark.distributed
 def test_all_workers_of_a_trial_obey_its_gate() -> None:
     # Long enough that the word to prune comes in time.
-    job = make_job("worker group", epochs=200).model_copy(update={"devices": 2})
+    job = make_job("worker-group", epochs=200).model_copy(update={"devices": 2})
     run = make_trial(job, {"until": 2})
     lifecycle.start(run)
     wait_for_rest(run, "stopped")

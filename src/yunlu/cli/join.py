@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path  # noqa: TC003 (the command line is read from it)
 from typing import Annotated
 
@@ -29,8 +28,8 @@ def join(
     Args:
         address: HOST:PORT of the run's supervisor; its worker_group.json has it.
         devices: Number of workers to lend.
-        token_file: File with the run's token, or - for standard input; worker_group.json has it. Not an
-            argument: others can see those of a command.
+        token_file: File with the run's token, which its worker_group.json has. Not an argument: others can
+            see those of a command.
         name: Name of the node in the run. Default: host and process id.
     """
     host, _, port = address.rpartition(":")
@@ -50,7 +49,7 @@ def join(
 
 def _read_token(path: Path) -> str:
     try:
-        return (sys.stdin.read() if str(path) == "-" else path.read_text()).strip()
+        return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(
             f"the token cannot be read from {path}: {error}", hint="check --token-file"

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from yunlu.core.addresses import routed_address
 from yunlu.core.errors import TrainingError
 from yunlu.core.secure_link import derive_secret
-from yunlu.core.settings import read_settings
+from yunlu.core.settings import launch_variables, read_settings
 from yunlu.runs.group_secret import read_group_secret
 from yunlu.training.attempt import as_user_error
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
@@ -242,7 +242,7 @@ def join_rendezvous(launch: LaunchInfo, *, run_index: int) -> Rendezvous:
 def _open(launch: LaunchInfo, name: str, secret: bytes, run_index: int) -> GroupStore:
     timeout = timedelta(seconds=_RENDEZVOUS_S)
     try:
-        if launch.launcher == "torchrun":
+        if launch_variables().get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             address = _exchange_address(launch, name, secret, timeout)
         else:
             address = (launch.host, launch.port + run_index)

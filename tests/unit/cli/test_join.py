@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(
         join("127.0.0.1:1", **{"token_file": tmp_path / "token", **given})
 
 
-def test_a_wrong_token_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("guessed\n"))
+def test_a_wrong_token_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("guessed\n")
     links = ControlServer("127.0.0.1", "right")
     is_over = threading.Event()
 
@@ -44,7 +43,7 @@ def test_a_wrong_token_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     try:
         with pytest.raises(StoreError, match="another token"):
-            join(f"127.0.0.1:{links.port}", token_file=Path("-"))
+            join(f"127.0.0.1:{links.port}", token_file=tmp_path / "token")
     finally:
         is_over.set()
         thread.join()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,12 +217,14 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
         raise AssertionError("a program was started")
 
     monkeypatch.setattr(worker_group.subprocess, "Popen", refuse)
-    monkeypatch.setattr("sys.stdin", io.StringIO("t"))
     return answer
 
 
 def join(capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["join", "127.0.0.1:1", "--token-file", "-"]) == 1
+    with tempfile.NamedTemporaryFile("w") as token:
+        token.write("t")
+        token.flush()
+        assert main(["join", "127.0.0.1:1", "--token-file", token.name]) == 1
     return " ".join(capsys.readouterr().err.split())
 
 

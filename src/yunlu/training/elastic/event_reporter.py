@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.errors import StoreError
 from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerGroupFormed, WorkerLost, WorkerRank
 from yunlu.runs.run_store import Log
 
@@ -150,7 +151,7 @@ class EventReporter:
         if ranks:
             step = max(worker.step for worker in membership.with_status("busy"))
             record = {"at": time.time(), "generation": generation, "step": step, "ranks": ranks}
-            with suppress(OSError):  # metrics must not fail a run
+            with suppress(OSError, StoreError):  # metrics must not fail a run
                 self.run.append(Log.RANK_METRICS, [record])
 
 

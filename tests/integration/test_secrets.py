@@ -365,7 +365,7 @@ def test_another_user_reads_locks_and_ends_nothing(trained: Stage) -> None:
     control.write_text("everybody's")
     with only_service(trained.home) as pool, study.locked_by_runner():
         pool.write_settings(PoolSettings())
-        pool.tell([{"run": "told"}])
+        pool.append_decisions([{"run": "one"}])
         pool.publish({"nodes": []})
         paths = [trained.home, *trained.home.rglob("*"), trained.cache / "probe" / "x.lock"]
         names = {path.name for path in paths}

@@ -154,7 +154,7 @@ def unprotect() -> None:
     from yunlu.core import secure_link  # noqa: PLC0415
 
     class Plain(secure_link.SecureLink):
-        is_proved = property(lambda _: True)  # type: ignore[assignment]
+        is_authenticated = property(lambda _: True)  # type: ignore[assignment]
         pending = property(lambda _: False)  # type: ignore[assignment]
 
         def handshake(self) -> None:

@@ -26,7 +26,7 @@ from yunlu.core.addresses import is_loopback
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-UNPROVED_BYTES = 4096
+UNAUTHENTICATED_BYTES = 4096
 """Limit of what a peer may send before it has proved the secret."""
 HANDSHAKE_S = 10.0
 _CALL, _ANSWER = b"YUNLUc1\n", b"YUNLUs1\n"
@@ -76,9 +76,9 @@ class SecureLink:
         self._is_begun = False
 
     @property
-    def is_proved(self) -> bool:
+    def is_authenticated(self) -> bool:
         """Whether the peer has proved the secret."""
-        return self._session is not None and self._session.is_proved
+        return self._session is not None and self._session.is_authenticated
 
     @property
     def is_encrypted(self) -> bool:
@@ -101,12 +101,16 @@ class SecureLink:
             self._is_begun = True
             self._queue(self._session.start())
         self._flush()
-        while not self.is_proved:
-            if self._received_bytes >= UNPROVED_BYTES:
-                raise LinkRefusedError(f"the peer sent {UNPROVED_BYTES} bytes without a proof")
+        while not self.is_authenticated:
+            if self._received_bytes >= UNAUTHENTICATED_BYTES:
+                raise LinkRefusedError(
+                    f"the peer sent {UNAUTHENTICATED_BYTES} bytes without a proof"
+                )
             session = self._session or self._choose_session()
             self._session = session
-            count = self._sock.recv_into(session.room()[: UNPROVED_BYTES - self._received_bytes])
+            count = self._sock.recv_into(
+                session.receive_buffer()[: UNAUTHENTICATED_BYTES - self._received_bytes]
+            )
             if not count:
                 raise LinkRefusedError(_CLOSED_EARLY)
             self._received_bytes += count
@@ -114,7 +118,7 @@ class SecureLink:
                 self._queue(session.feed(count))
             except LinkRefusedError:
                 with suppress(OSError):  # TLS tells an honest peer why; it may be gone
-                    self._sock.send(session.farewell())
+                    self._sock.send(session.alert())
                 raise
             self._flush()
         self._flush()
@@ -125,7 +129,7 @@ class SecureLink:
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
         """Send pieces of memory one after another; returns how many bytes were sent."""
-        session = self._proved()
+        session = self._authenticated_session()
         if not self._unsent_size:
             record = _first_record(views)
             if not len(record):
@@ -149,11 +153,11 @@ class SecureLink:
 
     def recv_into(self, into: memoryview) -> int:
         """Receive into memory; returns how much, 0 once the peer has closed."""
-        session = self._proved()
+        session = self._authenticated_session()
         while not (count := session.read(into)):
             if session.is_closed:
                 return 0
-            arrived = self._sock.recv_into(session.room())
+            arrived = self._sock.recv_into(session.receive_buffer())
             if not arrived:
                 return 0
             self._queue(session.feed(arrived))  # TLS may answer (key update)
@@ -213,8 +217,8 @@ class SecureLink:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _proved(self) -> _Session:
-        if not self.is_proved:
+    def _authenticated_session(self) -> _Session:
+        if not self.is_authenticated:
             self.handshake()
         assert self._session is not None
         return self._session
@@ -283,7 +287,7 @@ def _first_record(views: Sequence[memoryview]) -> memoryview:
 class _Session(Protocol):
     """Handshake and records of one end, without any input or output."""
 
-    is_proved: bool
+    is_authenticated: bool
     is_closed: bool
 
     @property
@@ -295,7 +299,7 @@ class _Session(Protocol):
         """What to send first."""
         ...
 
-    def room(self) -> memoryview:
+    def receive_buffer(self) -> memoryview:
         """Where to put received bytes."""
         ...
 
@@ -303,7 +307,7 @@ class _Session(Protocol):
         """Take so many bytes that were put there; returns what to answer."""
         ...
 
-    def farewell(self) -> bytes:
+    def alert(self) -> bytes:
         """What to send before closing a refused connection."""
         ...
 
@@ -320,27 +324,27 @@ class _MacSession:
     """Challenge and response, then records with a MAC, for connections within a machine."""
 
     def __init__(self, secret: bytes, *, is_server: bool) -> None:
-        self.is_proved = self.is_closed = False
+        self.is_authenticated = self.is_closed = False
         self._secret, self._is_server = secret, is_server
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._transcript = b""
-        self._raw = memoryview(bytearray(UNPROVED_BYTES))
+        self._raw = memoryview(bytearray(UNAUTHENTICATED_BYTES))
         self._begin = self._end = 0
         self._unread = memoryview(b"")
 
     @property
     def pending(self) -> bool:
-        return bool(len(self._unread)) or (self.is_proved and self._open_record())
+        return bool(len(self._unread)) or (self.is_authenticated and self._open_record())
 
     def start(self) -> bytes:
         return b"" if self._is_server else _CALL + self._nonce
 
-    def room(self) -> memoryview:
+    def receive_buffer(self) -> memoryview:
         if self._begin:
             rest = bytes(self._raw[self._begin : self._end])
             self._raw[: len(rest)] = rest
             self._begin, self._end = 0, len(rest)
-        if self.is_proved and len(self._raw) < _MAC_BUFFER_BYTES:
+        if self.is_authenticated and len(self._raw) < _MAC_BUFFER_BYTES:
             larger = memoryview(bytearray(_MAC_BUFFER_BYTES))
             larger[: self._end] = self._raw[: self._end]
             self._raw = larger
@@ -348,11 +352,11 @@ class _MacSession:
 
     def feed(self, count: int) -> bytes:
         self._end += count
-        if self.is_proved:
+        if self.is_authenticated:
             return b""
         return self._answer_call() if self._is_server else self._answer_challenge()
 
-    def farewell(self) -> bytes:
+    def alert(self) -> bytes:
         return b""
 
     def seal(self, record: memoryview) -> list[memoryview]:
@@ -410,7 +414,7 @@ class _MacSession:
         own, other = ("server", "client") if self._is_server else ("client", "server")
         self._sealer, self._opener = keys[own], keys[other]
         self._sent = self._opened = 0
-        self.is_proved = True
+        self.is_authenticated = True
 
     def _open_record(self) -> bool:
         """Verify the next record in place; false while it is incomplete."""
@@ -440,16 +444,20 @@ class _TlsSession:
     """TLS 1.3 in memory, for connections between machines."""
 
     def __init__(self, secret: bytes, *, is_server: bool) -> None:
-        self.is_proved = self.is_closed = False
+        self.is_authenticated = self.is_closed = False
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = _contexts(secret).get(is_server=is_server)
         self._tls = context.wrap_bio(self._in, self._out, server_side=is_server)
-        self._raw = memoryview(bytearray(UNPROVED_BYTES))
+        self._raw = memoryview(bytearray(UNAUTHENTICATED_BYTES))
         self._ahead = memoryview(b"")
 
     @property
     def pending(self) -> bool:
-        if not len(self._ahead) and self.is_proved and (self._in.pending or self._tls.pending()):
+        if (
+            not len(self._ahead)
+            and self.is_authenticated
+            and (self._in.pending or self._tls.pending())
+        ):
             buffer = memoryview(bytearray(_TLS_RECORD_BYTES))
             self._ahead = buffer[: self._decrypt(buffer)]
         return bool(len(self._ahead))
@@ -457,24 +465,24 @@ class _TlsSession:
     def start(self) -> bytes:
         return self.feed(0)
 
-    def room(self) -> memoryview:
-        if self.is_proved and len(self._raw) < _READ_BYTES:
+    def receive_buffer(self) -> memoryview:
+        if self.is_authenticated and len(self._raw) < _READ_BYTES:
             self._raw = memoryview(bytearray(_READ_BYTES))
         return self._raw
 
     def feed(self, count: int) -> bytes:
         self._in.write(self._raw[:count])
-        if not self.is_proved:
+        if not self.is_authenticated:
             try:
                 self._tls.do_handshake()
-                self.is_proved = True
+                self.is_authenticated = True
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
                 raise LinkRefusedError(_explain(error)) from error
         return self._out.read()
 
-    def farewell(self) -> bytes:
+    def alert(self) -> bytes:
         return self._out.read()
 
     def seal(self, record: memoryview) -> list[memoryview]:

@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core import secure_link
 from yunlu.core.secure_link import (
-    UNPROVED_BYTES,
+    UNAUTHENTICATED_BYTES,
     LinkRefusedError,
     SecureLink,
     connect_link,
@@ -170,7 +170,7 @@ def test_who_does_not_know_the_secret_is_refused(
             ends[0].result()
         with pytest.raises((LinkRefusedError, OSError)):
             ends[1].result()
-    assert not server.is_proved
+    assert not server.is_authenticated
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 12, 19, 20, 40, -1])
@@ -238,7 +238,7 @@ def test_a_recorded_conversation_cannot_be_repeated(pair: Pair, mode: str) -> No
         again = SecureLink(theirs, SECRET, is_server=True)
         with pytest.raises((LinkRefusedError, BrokenPipeError)):
             again.handshake()
-        assert not again.is_proved
+        assert not again.is_authenticated
 
 
 def _hostile_openings() -> Iterator[bytes]:
@@ -267,8 +267,8 @@ def test_a_stranger_is_refused_before_it_can_send_much(pair: Pair, opening: byte
     sending.start()
     with pytest.raises((LinkRefusedError, BrokenPipeError)):
         link.handshake()
-    assert not link.is_proved
-    assert link._received_bytes <= UNPROVED_BYTES
+    assert not link.is_authenticated
+    assert link._received_bytes <= UNAUTHENTICATED_BYTES
     link.close()
     sending.join()
     ours.close()

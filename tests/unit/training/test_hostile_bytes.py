@@ -1,6 +1,6 @@
-"""Whatever a stranger sends to a door of ours ends the stranger's connection and nothing else.
+"""Whatever a stranger sends to a listener of ours ends the stranger's connection and nothing else.
 
-Doors: the control server of a worker group, the join server of an asynchronous run, a shard server, the
+Listeners: the control server of a worker group, the join server of an asynchronous run, a shard server, the
 rendezvous of transports, the store of a group, the gloo tunnel. Frames that ended runs once are among them.
 """
 
@@ -113,7 +113,7 @@ def make_corpus(size: int = 500) -> list[bytes]:
 CORPUS = make_corpus()
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """A listener of ours."""
 
     address: tuple[str, int]
@@ -123,7 +123,7 @@ class Door(Protocol):
         ...
 
 
-class ControlDoor:
+class ControlListener:
     """The control server of a worker group, polled by a thread as a supervisor polls it."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class ControlDoor:
         self._server.close_all()
 
 
-class JoinDoor:
+class JoinListener:
     """The join server of an asynchronous run."""
 
     def __init__(self, path: Path) -> None:
@@ -194,7 +194,7 @@ class JoinDoor:
         self._server.close()
 
 
-class ShardDoor:
+class ShardListener:
     """A server of the weights."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -207,13 +207,13 @@ class ShardDoor:
         found = read_address(self._servers.directory, 0)
         secret = derive_secret(found.token.encode(), "shard")
         with connect_link(self.address, secret, timeout_s=LIMIT_S) as link:
-            return link.is_proved
+            return link.is_authenticated
 
     def close(self) -> None:
         return
 
 
-class StoreDoor:
+class StoreListener:
     """The store of a group."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class StoreDoor:
         self._server.close()
 
 
-class TunnelDoor:
+class TunnelListener:
     """The gloo tunnel between machines."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class TunnelDoor:
         self._tunnel.close()
 
 
-class TransportDoor:
+class TransportListener:
     """The rendezvous of transports: rank 0 waits for rank 1, which calls at the end."""
 
     def __init__(self) -> None:
@@ -272,41 +272,41 @@ class TransportDoor:
         self._thread.join()
 
 
-DOORS = ("control", "join", "shard", "store", "tunnel", "transport")
+LISTENERS = ("control", "join", "shard", "store", "tunnel", "transport")
 
 
 @contextmanager
-def open_door(name: str, path: Path) -> Iterator[Door]:
+def open_listener(name: str, path: Path) -> Iterator[Listener]:
     with ExitStack() as stack:
         match name:
             case "control":
-                door = ControlDoor()
+                listener = ControlListener()
             case "join":
-                door = JoinDoor(path)
+                listener = JoinListener(path)
             case "shard":
-                door = ShardDoor(path, stack)
+                listener = ShardListener(path, stack)
             case "store":
-                door = StoreDoor()
+                listener = StoreListener()
             case "tunnel":
-                door = TunnelDoor()
+                listener = TunnelListener()
             case _:
-                door = TransportDoor()
-        stack.callback(door.close)
-        yield door
+                listener = TransportListener()
+        stack.callback(listener.close)
+        yield listener
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", LISTENERS)
 def test_strangers_harm_nobody(name: str, tmp_path: Path) -> None:
-    with open_door(name, tmp_path) as door:
+    with open_listener(name, tmp_path) as listener:
         for said in CORPUS:
             with (
                 suppress(OSError),
-                socket.create_connection(door.address, timeout=LIMIT_S) as caller,
+                socket.create_connection(listener.address, timeout=LIMIT_S) as caller,
             ):
                 caller.sendall(said)  # refused ones may be hung up on before they have said all
-        held = [socket.create_connection(door.address, timeout=LIMIT_S) for _ in range(100)]
+        held = [socket.create_connection(listener.address, timeout=LIMIT_S) for _ in range(100)]
         try:  # silent ones, more than are let in before they prove the secret
-            assert door.is_open()
+            assert listener.is_open()
         finally:
             for caller in held:
                 caller.close()
@@ -317,16 +317,16 @@ def test_strangers_harm_nobody(name: str, tmp_path: Path) -> None:
 def test_one_who_knows_the_secret_and_sends_rubbish_harms_only_itself(
     name: str, said: bytes, tmp_path: Path
 ) -> None:
-    with open_door(name, tmp_path) as door:
-        if isinstance(door, StoreDoor):
+    with open_listener(name, tmp_path) as listener:
+        if isinstance(listener, StoreListener):
             secret = derive_secret(SECRET, "store")
         else:
-            secret = control_secret(getattr(door, "_token", "token"))
-        with connect_link(door.address, secret, timeout_s=LIMIT_S) as link:
+            secret = control_secret(getattr(listener, "_token", "token"))
+        with connect_link(listener.address, secret, timeout_s=LIMIT_S) as link:
             link.sendall(said)
             with suppress(OSError):
                 assert link.recv(1) == b""
-        assert door.is_open()
+        assert listener.is_open()
 
 
 PIECES = st.sampled_from(
@@ -364,4 +364,4 @@ def test_no_bytes_make_a_handshake_raise_anything_else(said: bytes) -> None:
             ours.send(said)
         with suppress(OSError):
             link.handshake()
-        assert not link.is_proved
+        assert not link.is_authenticated

@@ -127,19 +127,19 @@ def _connect(
         sock = socket.create_connection((address.host, address.port), timeout=deadline.left_s(peer))
     except OSError as error:
         raise LinkLostError(peer, str(error)) from error
-    link = SecureLink(sock, secret, is_server=False)
     try:
-        while not link.is_proved:
+        link = SecureLink(sock, secret, is_server=False)
+        while not link.is_authenticated:
             link.settimeout(deadline.poll_s(peer))
             with suppress(TimeoutError):  # the peer still connects to others
                 link.handshake()
         link.settimeout(deadline.left_s(peer))
         link.sendall(_HELLO.pack(MAGIC, VERSION, rank))
     except OSError as error:
-        link.close()
+        sock.close()
         raise LinkLostError(peer, str(error)) from error
     except BaseException:
-        link.close()
+        sock.close()
         raise
     return link
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
 
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 """Limit of connections that have not proved the token; the oldest is closed for a new one."""
 _RECORD_BYTES = 1 << 16
 _BACKLOG_BYTES = 16 << 20
@@ -136,9 +136,11 @@ class ControlServer:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        strangers = [c for c in self._connections if not c.link.is_proved and not c.is_closed]
-        if len(strangers) >= _MAX_STRANGERS:
-            self.close(min(strangers, key=lambda connection: connection.opened_at))
+        unauthenticated = [
+            c for c in self._connections if not c.link.is_authenticated and not c.is_closed
+        ]
+        if len(unauthenticated) >= _MAX_UNAUTHENTICATED:
+            self.close(min(unauthenticated, key=lambda connection: connection.opened_at))
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = SecureLink(sock, self._secret, is_server=True)
@@ -152,7 +154,7 @@ class ControlServer:
         events: int,
         on_message: Callable[[ControlConnection, Message], None],
     ) -> None:
-        if not connection.link.is_proved:
+        if not connection.link.is_authenticated:
             try:
                 connection.link.handshake()
             except BlockingIOError:

@@ -42,7 +42,7 @@ _SOCKADDR = struct.Struct("<H2s4s")
 """Family, port and address of an IPv4 ``sockaddr_in``."""
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 18
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _MAX_BINDS = 4096
 
 
@@ -248,9 +248,9 @@ class GlooTunnel:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            strangers = [pipe for pipe in self._pipes if not pipe.link.is_proved]
-            if len(strangers) >= _MAX_STRANGERS:
-                self._end(strangers[0])
+            unauthenticated = [pipe for pipe in self._pipes if not pipe.link.is_authenticated]
+            if len(unauthenticated) >= _MAX_UNAUTHENTICATED:
+                self._end(unauthenticated[0])
             pipe = _Pipe(SecureLink(sock, self._secret, is_server=True))
             self._pipes.add(pipe)
             self._selector.register(pipe.link, selectors.EVENT_READ, pipe)
@@ -280,7 +280,8 @@ class GlooTunnel:
 
     def _receive_arrivals(self) -> None:
         with suppress(BlockingIOError):
-            self._woken.recv(4096)
+            if not self._woken.recv(4096):
+                self._is_closed = True  # the world was disconnected: all its sockets are shut
         while self._arrivals:
             pipe = self._arrivals.popleft()
             pipe.link.setblocking(False)

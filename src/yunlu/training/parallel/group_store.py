@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _MAX_CONNECTIONS = 4096
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _RETRY_S = 0.05
 
 
@@ -55,7 +55,7 @@ class StoreServer:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._links: set[SecureLink] = set()
-        self._strangers: deque[SecureLink] = deque()
+        self._unauthenticated: deque[SecureLink] = deque()
         self._is_closed = False
         for listener in self._listeners:
             threading.Thread(
@@ -91,16 +91,16 @@ class StoreServer:
                     sock.close()
                     continue
                 self._links.add(link)
-                self._strangers.append(link)
-                if len(self._strangers) > _MAX_STRANGERS:
-                    _shut(self._strangers.popleft())
+                self._unauthenticated.append(link)
+                if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+                    _shut(self._unauthenticated.popleft())
             threading.Thread(target=self._serve, args=(link,), name="store", daemon=True).start()
 
     def _serve(self, link: SecureLink) -> None:
         try:
             link.handshake()
             with self._changed, suppress(ValueError):
-                self._strangers.remove(link)
+                self._unauthenticated.remove(link)
             link.settimeout(None)
             decoder = FrameDecoder()
             while data := link.recv(1 << 16):
@@ -113,7 +113,7 @@ class StoreServer:
             with self._changed:
                 self._links.discard(link)
                 with suppress(ValueError):
-                    self._strangers.remove(link)
+                    self._unauthenticated.remove(link)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -257,44 +257,54 @@ def form_world(
     assert store is not None
     _clear_mesh_caches()
     before = open_sockets()
-    backend = "nccl" if device.type == "cuda" else "gloo"
     gloo_store, tunnel = secure_gloo(
         store, rank, layout.world, host, secret, trusts_network=trusts_network
     )
-    if tunnel is not None and backend == "nccl":
-        tunnel.close()
+    try:
+        mesh = _form_groups(layout, rank, gloo_store, device, is_tunnelled=tunnel is not None)
+        world = World(
+            layout=layout,
+            rank=rank,
+            device=device,
+            mesh=mesh,
+            host=host,
+            secret=secret,
+            _tunnel=tunnel,
+            _store=store,
+        )
+        world.group("dp", "fsdp")  # created now, by all workers at once
+        for axes in [*((name,) for name in mesh.mesh_dim_names or ()), ("dp", "fsdp")]:
+            _disable_timeout(world.group(*axes))
+        if device.type == "cpu":
+            # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
+            world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
+    except BaseException:
+        if tunnel is not None:
+            tunnel.close()
+        raise
+    world.sockets = frozenset(open_sockets() - before)
+    return world
+
+
+def _form_groups(
+    layout: Layout, rank: int, store: Any, device: torch.device, *, is_tunnelled: bool
+) -> DeviceMesh:
+    """Default process group, and the mesh over the axes of size above 1."""
+    if is_tunnelled and device.type == "cuda":
         raise TrainingError(
             "NCCL does not authenticate or encrypt what it sends between machines.",
             hint="On a network that only you can reach, set communication.trust to network.",
         )
     dist.init_process_group(
-        backend,
-        store=gloo_store,
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
         rank=rank,
         world_size=layout.world,
         timeout=timedelta(seconds=NEVER_S),
     )
     names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
     shape = tuple(layout.size_of(axis) for axis in names)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    world = World(
-        layout=layout,
-        rank=rank,
-        device=device,
-        mesh=mesh,
-        host=host,
-        secret=secret,
-        _tunnel=tunnel,
-        _store=store,
-    )
-    world.group("dp", "fsdp")  # created now, by all workers at once
-    for axes in [*((name,) for name in names), ("dp", "fsdp")]:
-        _disable_timeout(world.group(*axes))
-    if device.type == "cpu":
-        # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
-        world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
-    world.sockets = frozenset(open_sockets() - before)
-    return world
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def _keep_groups(groups: list[Any]) -> None:

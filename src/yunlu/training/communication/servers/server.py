@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _SILENCE_CHECK_S = 1.0
 """Interval of the check for silent clients."""
 _MAX_CONNECTIONS = 1024
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 """Limit of connections that have not proved the secret; the oldest is closed for a new one."""
 
 
@@ -139,9 +139,9 @@ class ShardServer:
             sock, _ = self._listener.accept()
         except OSError:
             return  # closed again
-        strangers = [link for link in self._clients if not link.is_proved]
-        if len(strangers) >= _MAX_STRANGERS:
-            self._disconnect(strangers[0], "too many unauthenticated connections")
+        unauthenticated = [link for link in self._clients if not link.is_authenticated]
+        if len(unauthenticated) >= _MAX_UNAUTHENTICATED:
+            self._disconnect(unauthenticated[0], "too many unauthenticated connections")
         if len(self._clients) >= _MAX_CONNECTIONS:
             sock.close()
             return
@@ -155,7 +155,7 @@ class ShardServer:
         client = self._clients.get(link)
         if client is None:
             return  # disconnected meanwhile
-        if not link.is_proved and not self._shake_hands(link):
+        if not link.is_authenticated and not self._handshake(link):
             return
         try:
             if events & selectors.EVENT_WRITE and client.outgoing:
@@ -171,7 +171,7 @@ class ShardServer:
             )
             self._disconnect(link, str(error))
 
-    def _shake_hands(self, link: SecureLink) -> bool:
+    def _handshake(self, link: SecureLink) -> bool:
         """Whether the client has proved the secret."""
         try:
             link.handshake()

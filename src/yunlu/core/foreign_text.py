@@ -30,8 +30,8 @@ def clean_for_terminal(text: str) -> str:
 
 
 def clean_for_page(text: str) -> str:
-    """Replace characters that no page may hold, or that reorder its text; HTML is escaped elsewhere."""
-    return _CONTROLS.sub(MARK, text.replace("\r\n", "\n"))
+    """Replace the same characters: pages may not hold them either; HTML is escaped by the templates."""
+    return clean_for_terminal(text)
 
 
 def escape_for_json(text: str) -> str:

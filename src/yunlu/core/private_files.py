@@ -103,7 +103,5 @@ def _restrict(file: int | Path, mode: int) -> None:
     is_restricted = not now & _OTHERS and now & mode == mode
     if is_restricted or not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
         return
-    with suppress(
-        PermissionError, NotImplementedError
-    ):  # another's, or a file system without modes
+    with suppress(PermissionError, NotImplementedError):  # of another user, or without modes
         os.chmod(file, mode)  # noqa: PTH101 (as above)

@@ -7,12 +7,12 @@ the user's settings: ``YUNLU_EXECUTORS``, or the list of addresses that the user
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.regular_files import open_regular, open_to_read
+from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.regular_files import open_to_read
 from yunlu.core.settings import read_settings
 from yunlu.core.users import require_private
 from yunlu.executors.executor import ExecutorError
@@ -54,9 +54,8 @@ def remember_address(address: str) -> None:
     if is_known(address) or not address.isprintable() or address != address.strip():
         return
     with suppress(OSError, StoreError):
-        _file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = open_regular(_file(), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+        make_directory(_file().parent)
+        with open_private(_file(), "a", encoding="utf-8") as file:
             file.write(f"{address}\n")
 
 

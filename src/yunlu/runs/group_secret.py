@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-import time
 from pathlib import Path
 
 from yunlu.core.errors import StoreError
-from yunlu.core.private_files import make_directory
+from yunlu.core.private_files import check_home, make_directory
+from yunlu.core.regular_files import open_to_read
 from yunlu.core.settings import launch_secret
 
 FILE = ".secret"
 _SECRET_BYTES = 32
-_VISIBLE_S = 10.0
-"""Limit for a file of another machine to appear on a network drive."""
 
 
 def read_group_secret(home: Path) -> bytes:
@@ -26,7 +24,7 @@ def read_group_secret(home: Path) -> bytes:
     given = launch_secret()
     if given is not None:
         return given.encode()
-    make_directory(home)
+    make_directory(check_home(home))
     path = home / FILE
     if not path.exists():
         _create(path)
@@ -48,16 +46,7 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    deadline = time.monotonic() + _VISIBLE_S
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            break
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    with os.fdopen(descriptor, "rb") as file:
+    with open_to_read(path) as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise StoreError(

@@ -45,6 +45,7 @@ from yunlu.training.elastic.messages import (
     WorkerHello,
     as_failure,
 )
+from yunlu.training.parallel.gloo_listeners import close_listeners
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
 from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets, shut_since
@@ -164,8 +165,10 @@ class WorkerAgent:
     def handoff_group(self, assignment: Assignment) -> Generator[None]:
         """Default process group of ranked and departing workers, for the state handoff; all of them call it."""
         self._begin_forming()
+        base = self._open_store(assignment, "handoff")
+        before = open_sockets()
         store, tunnel = secure_gloo(
-            self._open_store(assignment, "handoff"),
+            base,
             assignment.handoff_rank,
             assignment.handoff_size,
             self._client.local_host,
@@ -179,6 +182,7 @@ class WorkerAgent:
                 rank=assignment.handoff_rank,
                 world_size=assignment.handoff_size,
             )
+            close_listeners(before, keep=tunnel.listeners if tunnel is not None else ())
             yield
         finally:
             if dist.is_initialized():

@@ -7,7 +7,6 @@ through which gloo exchanges addresses replaces a remote address by that of the 
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import struct
@@ -15,7 +14,6 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
@@ -28,6 +26,7 @@ from yunlu.core.secure_link import (
     derive_secret,
 )
 from yunlu.core.settings import use_network_interface
+from yunlu.training.parallel.gloo_listeners import is_own_connection
 from yunlu.training.parallel.sockets import interface_of
 
 if TYPE_CHECKING:
@@ -107,15 +106,21 @@ def secure_gloo(
         secret: Of these workers.
         trusts_network: Let gloo connect to other machines itself, open to anybody on the network.
     """
-    use_network_interface(interface_of(host if trusts_network else LOOPBACK))
     if trusts_network:
+        use_network_interface(interface_of(host))
         return store, None
+    keep_on_loopback()
     store.set(f"host-{rank}", host)
     hosts = [bytes(store.get(f"host-{peer}")).decode() for peer in range(size)]
     if len({LOOPBACK if is_loopback(name) else name for name in hosts}) == 1:
         return store, None
     tunnel, tunnelled = _open_tunnel(store, rank, hosts, secret)
     return tunnelled, tunnel
+
+
+def keep_on_loopback() -> None:
+    """Let gloo listen on the loopback interface only."""
+    use_network_interface(interface_of(LOOPBACK))
 
 
 def _open_tunnel(
@@ -183,6 +188,12 @@ class GlooTunnel:
     def port(self) -> int:
         """Port of the listener for other machines."""
         return self._listener.getsockname()[1]
+
+    @property
+    def listeners(self) -> set[int]:
+        """Descriptors of all sockets on which it listens."""
+        with self._lock:
+            return {sock.fileno() for sock in (*self._local.values(), self._listener)}
 
     def publish(self, key: str, value: bytes) -> bytes:
         """What to store: an own gloo address is remembered, and marked with the rank."""
@@ -258,7 +269,7 @@ class GlooTunnel:
     def _accept_local(self, listener: socket.socket) -> None:
         with suppress(OSError):
             plain, _ = listener.accept()
-            if not _is_own_connection(plain):
+            if not is_own_connection(plain):
                 plain.close()
                 return
             peer, port = self._targets[listener]
@@ -435,17 +446,6 @@ def _bind_ordered(own_port: int, *, is_less: bool) -> socket.socket:
         for listener in rejected:
             listener.close()
     raise OSError(f"no free local port on the {'lower' if is_less else 'upper'} side of {own_port}")
-
-
-def _is_own_connection(sock: socket.socket) -> bool:
-    """Whether a local connection is of our own user: the kernel knows who holds its other end."""
-    host, port = sock.getpeername()
-    name = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[1] == name and int(fields[7]) == os.getuid():
-            return True
-    return False
 
 
 def _group_of(key: str) -> str:

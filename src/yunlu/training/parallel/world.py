@@ -17,6 +17,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layout import AXES, Layout, RankCoordinates
 from yunlu.training.communication.allreduce.doubling import doubling_allreduce
 from yunlu.training.communication.transport import connect
+from yunlu.training.parallel.gloo_listeners import close_listeners
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
@@ -273,6 +274,7 @@ def form_world(
             _store=store,
         )
         world.group("dp", "fsdp")  # created now, by all workers at once
+        close_listeners(before, keep=tunnel.listeners if tunnel is not None else ())
         for axes in [*((name,) for name in mesh.mesh_dim_names or ()), ("dp", "fsdp")]:
             _disable_timeout(world.group(*axes))
         if device.type == "cpu":

@@ -22,6 +22,9 @@ import torch.distributed as dist
 
 from yunlu.core.json_decode import decode_json
 from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
+from yunlu.training.parallel.gloo_listeners import close_listeners
+from yunlu.training.parallel.gloo_tunnel import keep_on_loopback
+from yunlu.training.parallel.sockets import open_sockets
 from yunlu.training.probing.child_process import end_with_parent, start_child
 
 if TYPE_CHECKING:
@@ -72,6 +75,8 @@ def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFi
     is_gpu = torch.cuda.device_count() > 1
     backend = "nccl" if is_gpu else "gloo"
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    keep_on_loopback()
+    before = open_sockets()
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
@@ -79,6 +84,7 @@ def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFi
         world_size=2,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
+    close_listeners(before)
     try:
         sums_s: list[float] = []
         sends_s: list[float] = []

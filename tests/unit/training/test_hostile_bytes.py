@@ -6,6 +6,7 @@ rendezvous of transports, the store of a group, the gloo tunnel. Frames that end
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import socket
@@ -13,16 +14,19 @@ import struct
 import threading
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import torch.distributed as dist
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.test_servers import ADAMW, serving
 from tests.waiting import LIMIT_S, wait_until
+from yunlu.core import json_decode
 from yunlu.core.secure_link import SecureLink, connect_link, derive_secret
+from yunlu.runs import worker_group
 from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import (
     FrameDecoder,
@@ -32,7 +36,9 @@ from yunlu.runs.worker_group import (
     read_worker_group,
 )
 from yunlu.training.asynchronous.join_server import JoinServer
+from yunlu.training.communication.servers import frames
 from yunlu.training.communication.servers.address import read_address
+from yunlu.training.communication.servers.frames import BadFrameError, FrameReader
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.transport import connect
 from yunlu.training.elastic.control_server import ControlServer
@@ -41,7 +47,7 @@ from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SECRET = b"of this group"
@@ -51,6 +57,13 @@ DEEP = b"[" * 4000
 
 def frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
+
+
+def shard_frame(control: bytes) -> bytes:
+    """A frame of a shard server, right but for what it holds."""
+    lengths = (len(control), 0, frames._checksum(control))
+    head = frames._LENGTHS.pack(frames._MAGIC, frames._VERSION, *lengths)
+    return head + frames._CHECK.pack(xxhash.xxh32_intdigest(head)) + control
 
 
 def make_corpus(size: int = 500) -> list[bytes]:
@@ -340,16 +353,75 @@ PIECES = st.sampled_from(
         b"\xff\xff\xff\xff",
     ]
 )
-FUZZ = st.lists(st.one_of(PIECES, st.binary(max_size=64)), max_size=8).map(b"".join)
+TEXTS = st.sampled_from(["\ud800", "hello_client", "token", "kind", ""])
+JSON = st.dictionaries(TEXTS, TEXTS, max_size=3).map(lambda value: json.dumps(value).encode())
+FUZZ = st.one_of(
+    JSON, st.lists(st.one_of(PIECES, st.binary(max_size=64)), max_size=8).map(b"".join)
+)
 
 
-@given(said=FUZZ)
-@settings(max_examples=60)
-def test_no_bytes_make_a_decoder_raise_anything_else(said: bytes) -> None:
+def decode_messages(said: bytes) -> None:
+    """As a control or join server does; what was decoded can be written to a log."""
     decoder = FrameDecoder(1 << 16)
     with suppress(FrameError):
         for message in decoder.feed(frame(said) + said):
+            json.dumps(message, ensure_ascii=False).encode()
             read_message(message)
+
+
+def decode_request(said: bytes) -> None:
+    """As a server of the weights does."""
+    source = io.BytesIO(shard_frame(said))
+    reader = FrameReader(control_bytes=1 << 16, body_bytes=0)
+    with suppress(BadFrameError, EOFError):
+        while (request := reader.read(source.readinto)) is None:
+            pass
+        json.dumps(request.control, ensure_ascii=False).encode()
+
+
+DECODERS = {"messages": decode_messages, "request": decode_request}
+
+
+def search(decode: Callable[[bytes], None], *, examples: int = 60) -> None:
+    """Search for bytes that make a decoder raise anything but its own error."""
+
+    @given(said=FUZZ)
+    @settings(max_examples=examples, report_multiple_bugs=False)
+    def run(said: bytes) -> None:
+        decode(said)
+
+    run()
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("name", DECODERS)
+def test_no_bytes_make_a_decoder_raise_anything_else(name: str) -> None:
+    search(DECODERS[name])
+
+
+def let_depth_pass(data: bytes) -> Any:
+    return json_decode._without_lone(json.loads(data), replace=False)
+
+
+def let_surrogates_pass(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise json_decode.JsonError(str(error)) from error
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("uncured", "fault"),
+    [(let_depth_pass, RecursionError), (let_surrogates_pass, UnicodeEncodeError)],
+)
+def test_the_search_finds_what_once_ended_runs(
+    name: str, uncured: Any, fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (worker_group, frames):
+        monkeypatch.setattr(module, "decode_json", uncured)
+    with pytest.raises(fault):
+        search(DECODERS[name], examples=500)
 
 
 @given(said=FUZZ)

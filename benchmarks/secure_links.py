@@ -119,7 +119,7 @@ def work(options: argparse.Namespace) -> dict[str, float]:
         store, options.rank, 2, options.hosts[options.rank], secret=SECRET, within_s=120
     )
     model: Any = CausalTransformer(
-        vocabulary=1000, width=options.width, layers=options.layers, heads=4
+        vocabulary=1000, max_length=64, width=options.width, layers=options.layers, heads=4
     )
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, 1000, (options.batch, 65))

@@ -13,6 +13,7 @@ demo: $(VENV)/.train
 # Checked meanwhile, and one thread a process, and more of them than a small machine has cores: half of the
 # time tests wait.
 test: $(VENV)/.dev
+	@$(BIN)/python -m compileall -q src tests  # once, not in each of the processes that tests start
 	@$(MAKE) --no-print-directory check & checking=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal; tested=$$?; \
 	wait $$checking && exit $$tested

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import shard_of
+from yunlu.training.tensor_slices import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

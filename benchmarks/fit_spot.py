@@ -3,7 +3,7 @@
     python -m benchmarks.fit_spot [--traces FOLDER]
 
 Judged on: the nine V100 zones of ``availability/1-node/aws-02-15-2023``. Fitted on all other traces of
-the same collection. Prints the constants that stand in ``yunlu/scheduler/spot/prior.py``.
+the same collection. Prints the constants that stand in ``yunlu/scheduler/spot.py``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from rich.console import Console
 from scipy.signal import lfilter
 
 from yunlu.lab.spot.traces import read_availability
-from yunlu.scheduler.spot.model import AGE_EDGES_S, SpotModel
-from yunlu.scheduler.spot.values import HOUR_S
+from yunlu.scheduler.spot import AGE_EDGES_S, HOUR_S, SpotModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.spot.values import SpotMarket
+    from yunlu.scheduler.spot import SpotMarket
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "evidence" / "sched" / "spot"
 HELD_OUT = "aws-02-15-2023"

@@ -29,6 +29,8 @@ TRAIN = {
     "precision": "fp32",
     "evaluate": 20,
 }
+COUNTS = ("batch", "micro_batch", "accumulation", "recompute", "precision", "steps", "lr_factor")
+FIGURES = ("memory_bytes", "step_s", "samples_per_s", "tokens_per_s", "total_s", "dollars")
 MODEL = {
     "task": "language-modeling",
     "model": {"name": "transformer", "args": {"layers": 24, "width": 2048, "heads": 16}},
@@ -100,10 +102,17 @@ def plan(tree: Path, home: Path) -> Any:
         tree, home, "plan", "model.yaml", "--gpu", "A100-80GB", "--top", "5", "--json"
     )
     return [
-        {key: option[key] for key in ("layout", "hardware") if key in option}
-        | {key: value for key, value in numbers(option).items() if "." not in key}
+        {key: option[key] for key in ("layout", "hardware", *COUNTS)} | figures(option)
         for option in json.loads(printed)["options"]
     ]
+
+
+def figures(option: dict[str, Any]) -> dict[str, list[float]]:
+    """Predicted figures of an option, each with its interval."""
+    if "prediction" not in option:  # before options were plans
+        return {name: [option[name][end] for end in ("value", "low", "high")] for name in FIGURES}
+    prediction = option["prediction"]
+    return {name: [prediction[name], *prediction["intervals"][name]] for name in FIGURES}
 
 
 def replay(tree: Path, home: Path, evidence: Path) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from yunlu.hardware.catalog import Catalog, load_catalog
-from yunlu.hardware.offer import Offer
+from yunlu.hardware.offer import Offer, write_offers
 from yunlu.hardware.skypilot import read_skypilot
-from yunlu.hardware.table import write_offers
 
 DATA = Path(__file__).parents[1] / "src" / "yunlu" / "catalog" / "data"
 GIB = 2**30

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from yunlu.training.checkpoint.files import CheckpointEntry, Snapshot
-from yunlu.training.checkpoint.reader import CheckpointReader
+from yunlu.training.checkpoint.files import CheckpointEntry, CheckpointReader, Snapshot
 from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.optimizer_state import (
+from yunlu.training.optimizer_state import (
     fill_optimizer,
     optimizer_shards,
     parameter_shards,
 )
-from yunlu.training.parallel.tensor_slices import TensorSlice, TensorSpec, full_slice
+from yunlu.training.tensor_slices import TensorSlice, TensorSpec, full_slice
 
 if TYPE_CHECKING:
     from pathlib import Path

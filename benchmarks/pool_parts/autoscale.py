@@ -26,25 +26,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
-from yunlu.lab.spot.comparison import (
+from yunlu.lab.spot.replay import (
     draw_starts,
     replay_jobs,
     replay_jobs_in_any_zone,
     summarise,
     summarise_policies,
 )
-from yunlu.lab.spot.interruptions import interrupt
-from yunlu.lab.spot.traces import read_prices
-from yunlu.scheduler.autoscaling.values import ScalingRules
-from yunlu.scheduler.spot.prior import PRIOR
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
+from yunlu.lab.spot.traces import interrupt, read_prices
+from yunlu.scheduler.autoscaling import ScalingRules
+from yunlu.scheduler.spot import HOUR_S, PRIOR, DeadlineJob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.pool_parts.autoscale_queue import Bill
-    from yunlu.lab.spot.comparison import PolicySummary
-    from yunlu.scheduler.spot.values import SpotMarket, SpotOutcome
+    from yunlu.lab.spot.replay import PolicySummary
+    from yunlu.scheduler.spot import SpotMarket, SpotOutcome
 
 DEFAULT_FILE = (
     Path(__file__).resolve().parents[3]

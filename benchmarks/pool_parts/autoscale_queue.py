@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.hardware.fleet import Placement
-from yunlu.lab.spot.baselines import Greedy, OnDemandOnly, UniformProgress
+from yunlu.lab.spot.policies import Greedy, OnDemandOnly, UniformProgress
 from yunlu.lab.spot.replay import replay
-from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
-from yunlu.scheduler.autoscaling.decision import decide_nodes
-from yunlu.scheduler.autoscaling.values import NodeLease, NodeOffer, ScalingMemory, ScalingRules
+from yunlu.scheduler.autoscaling import (
+    DeadlineWatch,
+    NodeLease,
+    NodeOffer,
+    ScalingMemory,
+    ScalingRules,
+    decide_nodes,
+)
 from yunlu.scheduler.policy.values import Demand, PoolState
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob, Mode
+from yunlu.scheduler.spot import HOUR_S, DeadlineJob, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.spot.values import SpotMarket
+    from yunlu.scheduler.spot import SpotMarket
 
 BOOT_S, RESTART_S = 180.0, 120.0
 FIXED_DEVICES, MOST_DEVICES = 4, 8

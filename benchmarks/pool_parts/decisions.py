@@ -13,9 +13,8 @@ import numpy as np
 from benchmarks.pool_parts.evidence import read_profiles
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import SimulationRules
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.workload import load_workload
+from yunlu.lab.simulation.profiles import load_workload
+from yunlu.lab.simulation.simulator import SimulationRules, simulate
 from yunlu.scheduler.policy.allocator import Allocator
 from yunlu.scheduler.policy.fitting import Fitter
 

@@ -6,8 +6,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
-from yunlu.lab.simulation.profiles import Profiles, load_profiles
-from yunlu.lab.simulation.workload import Workload, load_workload
+from yunlu.lab.simulation.profiles import Profiles, Workload, load_profiles, load_workload
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "evidence" / "sched"
 WORKLOADS = (1, 2, 4, 6, 8)

@@ -15,17 +15,16 @@ from benchmarks.pool_parts.evidence import (
 )
 from benchmarks.pool_parts.figures import Figure
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.rules import Faults, SimulationRules
-from yunlu.lab.simulation.simulator import simulate
+from yunlu.lab.simulation.simulator import Faults, SimulationRules, simulate
+from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
-from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import SimulationResult
+    from yunlu.lab.simulation.simulator import SimulationResult
 
     Say = Callable[[str], None]
 
@@ -93,7 +92,7 @@ def check_simulator(folder: Path, workloads: Sequence[int], say: Say) -> list[Fi
             read_workload(folder, number),
             read_profiles(folder),
             parse_cluster(CLUSTER),
-            BASELINES[name](),
+            open_policy(name),
         )
         published = read_published(folder, name, number)
         same = sum(published[job] == jct_s for job, jct_s in outcome.jct_s.items())

@@ -14,23 +14,22 @@ import numpy as np
 
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.lab.simulation.rules import SimulationRules
-from yunlu.lab.simulation.sia_rules import (
+from yunlu.lab.simulation.policies import make_type_aware_policy
+from yunlu.lab.simulation.profiles import load_workload
+from yunlu.lab.simulation.sia import (
     SLOWDOWN,
     apply_sia_rules,
     build_sia_cluster,
     load_typed_profiles,
 )
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
-from yunlu.lab.simulation.workload import load_workload
+from yunlu.lab.simulation.simulator import SimulationRules, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import SimulationResult
-    from yunlu.lab.simulation.workload import Workload
+    from yunlu.lab.simulation.profiles import Workload
+    from yunlu.lab.simulation.simulator import SimulationResult
 
 _LARGEST = 32
 ANCHORS = {"philly/workload-6": (0.598, 8.36, 4.64), "saturn/workload-1": (0.583, 7.96, 4.11)}

@@ -14,13 +14,17 @@ from yunlu.hardware.fleet import Node
 from yunlu.lab.simulation import simulator
 from yunlu.lab.simulation.job import SimulatedJob
 from yunlu.lab.simulation.policies import make_policy
-from yunlu.lab.simulation.profiles import Application, Profiles, TrainingCurve
-from yunlu.lab.simulation.rules import SimulationRules
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.step_times import StepTimes
-from yunlu.lab.simulation.workload import Submission, Workload
+from yunlu.lab.simulation.profiles import (
+    Application,
+    Profiles,
+    StepTimes,
+    Submission,
+    TrainingCurve,
+    Workload,
+)
+from yunlu.lab.simulation.simulator import SimulationRules, simulate
 from yunlu.scheduler.policy.fitting import fit_throughput
-from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise, StepTiming
+from yunlu.scheduler.policy.goodput import BatchLimits, GradientNoise, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
-from yunlu.lab.spot.comparison import (
+from yunlu.lab.spot.replay import (
     draw_starts,
     replay_jobs,
     replay_jobs_in_any_zone,
@@ -28,11 +28,11 @@ from yunlu.lab.spot.comparison import (
     summarise_policies,
 )
 from yunlu.lab.spot.traces import read_availability
-from yunlu.scheduler.spot.values import HOUR_S, DeadlineJob
+from yunlu.scheduler.spot import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:
-    from yunlu.lab.spot.comparison import PolicySummary
-    from yunlu.scheduler.spot.values import SpotMarket
+    from yunlu.lab.spot.replay import PolicySummary
+    from yunlu.scheduler.spot import SpotMarket
 
 WORK_H = 24.0
 PRICE_RATIO = 3.33

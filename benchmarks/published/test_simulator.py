@@ -8,10 +8,9 @@ import pytest
 
 from benchmarks.pool_parts.evidence import DEFAULT_FOLDER
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles
-from yunlu.lab.simulation.result import SimulationResult
-from yunlu.lab.simulation.rules import SimulationRules
-from yunlu.lab.simulation.sia_rules import (
+from yunlu.lab.simulation.policies import make_type_aware_policy
+from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles, load_workload
+from yunlu.lab.simulation.sia import (
     SLOWDOWN,
     TYPES,
     apply_sia_rules,
@@ -19,11 +18,9 @@ from yunlu.lab.simulation.sia_rules import (
     load_prior,
     load_typed_profiles,
 )
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.type_aware_policies import make_type_aware_policy
-from yunlu.lab.simulation.workload import load_workload
-from yunlu.scheduler.policy.baselines import BASELINES
-from yunlu.scheduler.policy.observations import Observations
+from yunlu.lab.simulation.simulator import SimulationResult, SimulationRules, simulate
+from yunlu.scheduler.policies import open_policy
+from yunlu.scheduler.policy.goodput import Observations
 
 PUBLIC, SIA = DEFAULT_FOLDER / "pollux", DEFAULT_FOLDER / "sia"
 
@@ -35,7 +32,7 @@ def profiles() -> Profiles:
 
 def replay(profiles: Profiles, policy: str, workload: int, load: str = "") -> SimulationResult:
     path = PUBLIC / f"workloads{load}" / f"workload-{workload}.csv"
-    return simulate(load_workload(path), profiles, parse_cluster("16x4"), BASELINES[policy]())
+    return simulate(load_workload(path), profiles, parse_cluster("16x4"), open_policy(policy))
 
 
 def published(policy: str, workload: int, load: str = "1.0") -> dict[str, float]:

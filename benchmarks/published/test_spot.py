@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
-from yunlu.lab.spot.comparison import replay_jobs, summarise_policies
-from yunlu.scheduler.spot.prior import PRIOR
+from yunlu.lab.spot.replay import replay_jobs, summarise_policies
+from yunlu.scheduler.spot import PRIOR
 
 
 @pytest.mark.parametrize("place", range(len(ROWS)))

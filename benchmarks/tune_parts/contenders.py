@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yunlu.tuning.values import Dimension, Method
 
-_PROTOCOL = ("yunlu.lab.tuning.replay", "benchmarks.tune_parts.evidence")
+_PROTOCOL = ("yunlu.lab.tuning_replay", "benchmarks.tune_parts.evidence")
 """What every figure depends on."""
 _OURS = ("benchmarks.tune_parts.", "yunlu.tuning.")
 

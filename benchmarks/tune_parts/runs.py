@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.tune_parts.evidence import load_task
-from yunlu.lab.tuning.replay import replay
+from yunlu.lab.tuning_replay import replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         Run,
         finetune,
         list_runs,
+        load_model,
         load_run,
         plan,
         resume,
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     )
     from yunlu.core.errors import YunluError
     from yunlu.estimator import YunluClassifier, YunluRegressor
-    from yunlu.planning.search.options import PlanOption, PlanOptions
+    from yunlu.planning.plan import Plan
+    from yunlu.planning.search.options import PlanOptions
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
     from yunlu.tuning.study import Study, tune
@@ -29,7 +31,7 @@ __version__ = "0.1.0"
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
     "Job": "yunlu.spec.job",
-    "PlanOption": "yunlu.planning.search.options",
+    "Plan": "yunlu.planning.plan",
     "PlanOptions": "yunlu.planning.search.options",
     "Run": "yunlu.client.api",
     "Study": "yunlu.tuning.study",
@@ -39,6 +41,7 @@ _HOMES = {
     "finetune": "yunlu.client.api",
     "list_runs": "yunlu.client.api",
     "load_job": "yunlu.spec.load",
+    "load_model": "yunlu.client.api",
     "load_run": "yunlu.client.api",
     "plan": "yunlu.client.api",
     "resume": "yunlu.client.api",
@@ -56,13 +59,14 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "tune",
     "Study",
     "PlanOptions",
-    "PlanOption",
+    "Plan",
     "Job",
     "load_job",
     "validate",
     "Run",
     "list_runs",
     "load_run",
+    "load_model",
     "resume",
     "YunluClassifier",
     "YunluRegressor",

@@ -259,7 +259,7 @@ def _lay_over(job: Job, fields: Mapping[str, Any]) -> Job:
 def _build(job: Job, *, inputs: int, outputs: int) -> Any:
     """The network with first weights that only the seed decides."""
     torch = _import("torch")
-    builtins = {"mlp": _import("yunlu.training.models.mlp").MLP}
+    builtins = {"mlp": _import("yunlu.training.models.networks").MLP}
     sizes = {"inputs": inputs, "outputs": outputs}
     build: Any = _import("yunlu.training.models.build").build_model
     with torch.random.fork_rng():

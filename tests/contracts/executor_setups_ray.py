@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.executor_setups import ExecutorSetup, kill_processes
 from tests.integration.ray_rig import RayRig, why_no_ray
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.hardware.fleet import Placement
+from yunlu.testing.executors import ExecutorSetup, kill_processes
 
 
 @contextmanager

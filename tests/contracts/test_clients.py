@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from yunlu.client.contract import ClientContract
 from yunlu.client.local import LocalClient
 from yunlu.core.value import Value
 from yunlu.spec.job import Job
+from yunlu.testing.clients import ClientContract
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yunlu.client.contract import Ending
     from yunlu.client.protocol import Client
+    from yunlu.testing.clients import Ending
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "unit" / "jobs" / "fake_worker.py"))
 

@@ -12,10 +12,9 @@ import pytest
 from tests.contracts.memory_store import MemoryRunStore
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
-from yunlu.jobs.follow import follow
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.run import log_tail, move, new_record, recent_metrics, replay
-from yunlu.runs.contract import RunStoreContract
+from yunlu.jobs.run_log import follow
 from yunlu.runs.directory_store import DirectoryRunStore
 from yunlu.runs.documents import read_job, write_job
 from yunlu.runs.events import AttemptStarted, ErrorRaised, StateChanged
@@ -32,6 +31,7 @@ from yunlu.runs.run_store import (
 )
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
+from yunlu.testing.run_stores import RunStoreContract
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,12 +8,13 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from yunlu.spec.job import Job
-from yunlu.training.tasks.contract import TaskContract
+from yunlu.testing.tasks import TaskContract
 from yunlu.training.tasks.registry import open_task
 from yunlu.training.tasks.task import Batch, Evaluation, Splits, call
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.tasks.task import Task
 
+TONES = [np.sin(np.arange(16_000) / pitch).astype(np.float32) for pitch in (5, 20)]
 SMALL = {"width": 32, "layers": 1, "heads": 2}
 
 needs_voice = pytest.mark.skipif(
@@ -36,6 +38,7 @@ class BuiltIn(TaskContract):
     task: ClassVar[str]
     model: ClassVar[dict[str, Any]]
     data: ClassVar[dict[str, Any]]
+    inputs: ClassVar[Sequence[Any]]
 
     def make_task(self) -> Task:
         return open_task(self.task)
@@ -44,47 +47,57 @@ class BuiltIn(TaskContract):
         data = {"limit": 60, **self.data}
         return Job.model_validate({"task": self.task, "model": self.model, "data": data})
 
+    def make_inputs(self) -> list[Any]:
+        return list(self.inputs)
+
 
 class TestTextClassification(BuiltIn):
     task = "text-classification"
     model: ClassVar = {"name": "transformer", "args": SMALL}
     data: ClassVar = {"train": "synthetic:reviews"}
+    inputs: ClassVar = ["a fine film", "dull", "I would see it again and again"]
 
 
 class TestLanguageModeling(BuiltIn):
     task = "language-modeling"
     model: ClassVar = {"name": "transformer", "args": SMALL}
     data: ClassVar = {"train": "synthetic:python-docs", "max_length": 32}
+    inputs: ClassVar = ["def f(", "The", "import " * 20]
 
 
 class TestSeq2Seq(BuiltIn):
     task = "seq2seq"
     model: ClassVar = {"name": "transformer", "args": SMALL}
     data: ClassVar = {"train": "synthetic:dates"}
+    inputs: ClassVar = ["3 May 2021", "the first of April, 1999"]
 
 
 class TestImageClassification(BuiltIn):
     task = "image-classification"
     model: ClassVar = {"name": "cnn"}
     data: ClassVar = {"train": "sklearn:digits"}
+    inputs: ClassVar = [np.eye(8) * 16, np.ones((8, 8)) * 3]
 
 
 class TestTabularClassification(BuiltIn):
     task = "tabular-classification"
     model: ClassVar = {"name": "mlp", "args": {"hidden": [16]}}
     data: ClassVar = {"train": "sklearn:breast_cancer"}
+    inputs: ClassVar = [[float(i + k) for i in range(30)] for k in range(3)]
 
 
 class TestTabularRegression(BuiltIn):
     task = "tabular-regression"
     model: ClassVar = {"name": "mlp", "args": {"hidden": [16]}}
     data: ClassVar = {"train": "sklearn:diabetes"}
+    inputs: ClassVar = [[0.01 * i * k for i in range(10)] for k in range(3)]
 
 
 class TestRecommendation(BuiltIn):
     task = "recommendation"
     model: ClassVar = {"name": "factors", "args": {"dim": 4}}
     data: ClassVar = {"train": "synthetic:films"}
+    inputs: ClassVar = [("u1", "f1"), ("nobody", "f2")]
 
 
 @needs_voice
@@ -94,6 +107,7 @@ class TestKeywordSpotting(BuiltIn):
     task = "keyword-spotting"
     model: ClassVar = {"name": "cnn"}
     data: ClassVar = {"train": "synthetic:spoken-words"}
+    inputs: ClassVar = TONES
 
 
 @needs_voice
@@ -103,6 +117,7 @@ class TestSpeechToText(BuiltIn):
     task = "speech-to-text"
     model: ClassVar = {"name": "conv-gru", "args": {"hidden": 16}}
     data: ClassVar = {"train": "synthetic:spoken-digits"}
+    inputs: ClassVar = TONES
 
 
 def test_no_task_of_the_package_is_without_its_contract() -> None:

@@ -18,7 +18,7 @@ from yunlu.core.errors import JobError, MissingPartError
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, RunStore
 from yunlu.spec.job import Job
-from yunlu.training.trackers.contract import Curves, TrackerContract
+from yunlu.testing.trackers import Curves, TrackerContract
 from yunlu.training.trackers.mlflow import MlflowTracker
 from yunlu.training.trackers.registry import TrackerThread, open_trackers
 from yunlu.training.trackers.tensorboard import TensorBoardTracker

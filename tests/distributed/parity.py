@@ -21,8 +21,8 @@ from yunlu.training.training_inputs import TrainingInputs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import StepRequest
 
 VOCABULARY, SAMPLES, BATCH, STEPS = 32, 80, 32, 22
 

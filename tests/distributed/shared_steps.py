@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.training.communication.allreducer import TorchAllReducer
-from yunlu.training.models.cnn import ConvNet
+from yunlu.training.models.networks import ConvNet
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.sync_batch_norm import uncounted

@@ -24,13 +24,12 @@ from torch.distributed.tensor.parallel import (
 from tests.checkpoints import load, read
 from tests.distributed.ranks import run_world
 from yunlu.planning.layout import AXES, Layout, parse_layout
-from yunlu.training.checkpoint import files, tensor_files
+from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.checkpoint.storage import LocalStorage
-from yunlu.training.checkpoint.store import CheckpointStore
+from yunlu.training.checkpoint.store import CheckpointStore, SaveGroup
 from yunlu.training.optim.fused_adam import FusedAdam
-from yunlu.training.parallel.optimizer_state import (
+from yunlu.training.optimizer_state import (
     empty_optimizer_shards,
     fill_optimizer,
     install_optimizer,
@@ -38,13 +37,13 @@ from yunlu.training.parallel.optimizer_state import (
     parameter_shards,
 )
 from yunlu.training.parallel.redistribute import gather_specs, redistribute
-from yunlu.training.parallel.tensor_slices import fill, join_groups, shard_of, weights_of
 from yunlu.training.parallel.world import World
+from yunlu.training.tensor_slices import fill, join_groups, shard_of, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.training.parallel.tensor_slices import TensorShard
+    from yunlu.training.tensor_slices import TensorShard
 
 pytestmark = pytest.mark.distributed
 
@@ -312,7 +311,7 @@ def test_damage_in_any_file_is_found_by_all_and_the_one_before_is_used(
 
 
 def _save_until_killed(world: World, root: Path, who: int, after: int) -> None:
-    tensor_files.BLOCK_BYTES = 1 << 12
+    files.BLOCK_BYTES = 1 << 12
     kept = store(root, world, keep_last=2)
     calls = 0
 

@@ -23,12 +23,11 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.events import CommunicationChosen
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.checkpoint.save_group import SaveGroup
-from yunlu.training.checkpoint.store import CheckpointStore
+from yunlu.training.checkpoint.store import CheckpointStore, SaveGroup
 from yunlu.training.communication.error_feedback import redistribute_residuals
 from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.engine import Engine
-from yunlu.training.models.batch_norm import allow_single_samples
+from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.parallel.sockets import is_connection_error
 from yunlu.training.parallel.world import World, form_world
 from yunlu.training.tasks.task import Batch, Splits, call
@@ -37,7 +36,7 @@ from yunlu.training.training_inputs import TrainingInputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yunlu.training.communication.step_sync import StepRequest
+    from yunlu.training.single_worker import StepRequest
 
 pytestmark = pytest.mark.distributed
 

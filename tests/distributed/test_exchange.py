@@ -18,7 +18,7 @@ from yunlu.training.parallel.redistribute import (
     gather_specs,
     redistribute,
 )
-from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, full_slice
+from yunlu.training.tensor_slices import TensorShard, TensorSlice, full_slice
 
 if TYPE_CHECKING:
     from yunlu.training.parallel.world import World

@@ -15,8 +15,8 @@ from yunlu.planning.layout import Layout
 from yunlu.training import loop
 from yunlu.training.engine import Engine
 from yunlu.training.parallel.redistribute import gather_specs, redistribute
-from yunlu.training.parallel.tensor_slices import join_groups
 from yunlu.training.parallel.world import World, form_world
+from yunlu.training.tensor_slices import join_groups
 from yunlu.training.training_inputs import TrainingInputs
 
 pytestmark = pytest.mark.distributed

@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import (
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, alone, build, furthest
 from yunlu.planning.layout import Layout
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer
+from yunlu.training.models.transformer import CausalTransformer, Seq2SeqTransformer
 from yunlu.training.parallel.fsdp import (
     UsedWeights,
     find_blocks,

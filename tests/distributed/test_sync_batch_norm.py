@@ -20,7 +20,7 @@ from tests.distributed.shared_steps import (
     summation_of,
 )
 from yunlu.planning.layout import Layout
-from yunlu.training.models.batch_norm import allow_single_samples
+from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 

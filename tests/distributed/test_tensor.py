@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import run_world
 from yunlu.planning.layout import Layout
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import MLP
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.parallel.fsdp import find_blocks, set_sync, shard
 from yunlu.training.parallel.tensor_parallel import apply_tensor_parallel, sharded_loss
 from yunlu.training.tasks.scoring import IGNORED, loss_sum

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, anchors, blocks, headings, links, name_of, pages, table_rows
+from tests.docs.pages import (
+    ROOT,
+    anchors,
+    blocks,
+    code_words,
+    headings,
+    links,
+    name_of,
+    pages,
+    table_rows,
+)
 
 DOCS = ROOT / "docs"
 TRANSLATED = [
@@ -19,6 +31,7 @@ TRANSLATED = [
             "precision",
             "data-limits",
             "large-batch",
+            "optimizers",
             "stability",
             "memory",
             "finetuning",
@@ -37,6 +50,8 @@ TRANSLATED = [
         )
     ),
 ]
+DESIGN_NOTES = sorted(DOCS.glob("design-*.md"))
+ABOUT_THE_CODE = [DOCS / "architecture.md", DOCS / "guided-tour.md", *DESIGN_NOTES]
 WEB = ("https://", "http://", "mailto:")
 LOCAL_PATH = re.compile(r"(?<![\w.~:/])/(?:work|tmp|home|root|Users|usr|opt|var|mnt)/")
 
@@ -58,13 +73,57 @@ def test_no_page_names_a_path_of_one_machine(page: Path) -> None:
     assert not LOCAL_PATH.findall(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", [DOCS / "architecture.md", DOCS / "guided-tour.md"], ids=name_of)
-def test_files_that_the_tour_and_the_architecture_name_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", ABOUT_THE_CODE, ids=name_of)
+def test_files_that_pages_about_the_code_name_exist(page: Path) -> None:
     named = set(re.findall(r"[\w./-]*\w\.(?:py|md|toml)\b", page.read_text(encoding="utf-8")))
-    assert sum(name.endswith(".py") for name in named) >= 8
+    folders = {word for word in code_words(page) if re.fullmatch(r"(?:\w+/)+", word)}
+    assert sum(name.endswith(".py") for name in named) + len(folders) >= 8
+    source = ROOT / "src" / "yunlu"
     for name in named:
-        places = (ROOT, DOCS, ROOT / "src" / "yunlu")
-        assert any((place / name).is_file() for place in places), f"{name} does not exist"
+        assert any((place / name).is_file() for place in (ROOT, DOCS, source)), f"no file {name}"
+    for name in folders:  # a row of a table may name a folder inside its room
+        assert (ROOT / name).is_dir() or any(source.glob(f"**/{name}")), f"no folder {name}"
+
+
+@pytest.mark.parametrize("page", ABOUT_THE_CODE, ids=name_of)
+def test_classes_that_pages_about_the_code_name_exist(page: Path) -> None:
+    """A class by its name, and what it has: ``Coordinator``, ``Scheduler.step``."""
+    classes = _members_by_class()
+    for word in code_words(page):
+        if match := re.fullmatch(r"([A-Z][a-z]+(?:[A-Z][a-z]*)*)(?:\.(\w+))?(?:\(.*\))?", word):
+            name, member = match.groups()
+            assert name in classes, f"there is no class {name}"
+            assert member is None or member in classes[name], f"{name} has no {member}"
+
+
+@cache
+def _members_by_class() -> dict[str, set[str]]:
+    """Methods and annotated fields of every class in the source; nothing is imported."""
+    classes: dict[str, set[str]] = {}
+    for path in (ROOT / "src" / "yunlu").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                members = classes.setdefault(node.name, set())
+                for part in node.body:
+                    if isinstance(part, ast.FunctionDef):
+                        members.add(part.name)
+                    elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                        members.add(part.target.id)
+    return classes
+
+
+@pytest.mark.parametrize("page", DESIGN_NOTES, ids=name_of)
+def test_a_design_note_has_every_part_and_is_short(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert {"Problem", "Invariants", "Faults", "Where it is", "Rejected"} <= set(titles)
+    assert any(block.language == "mermaid" for block in blocks(page))
+
+
+def test_the_design_notes_are_linked_from_the_architecture() -> None:
+    assert len(DESIGN_NOTES) >= 3
+    assert {page.name for page in DESIGN_NOTES} <= set(links(DOCS / "architecture.md"))
 
 
 def test_the_architecture_fits_in_a_hundred_lines() -> None:

@@ -25,6 +25,7 @@ from yunlu.core.limits import FileLimits
 from yunlu.core.value import Value
 from yunlu.runs.states import LEGAL_MOVES, RunState
 from yunlu.spec.job import Job
+from yunlu.spec.optimizers import OptimizerTraits, traits_of
 
 DOCS = ROOT / "docs"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -33,16 +34,16 @@ _MODELS = "yunlu.training.models"
 BUILDERS = [
     ("text-classification", "transformer", f"{_MODELS}.transformer:TransformerClassifier"),
     ("language-modeling", "transformer", f"{_MODELS}.transformer:CausalTransformer"),
-    ("seq2seq", "transformer", f"{_MODELS}.seq2seq:Seq2SeqTransformer"),
-    ("image-classification", "cnn", f"{_MODELS}.cnn:ConvNet"),
+    ("seq2seq", "transformer", f"{_MODELS}.transformer:Seq2SeqTransformer"),
+    ("image-classification", "cnn", f"{_MODELS}.networks:ConvNet"),
     (
         "keyword-spotting",
         "cnn",
         "yunlu.training.tasks.keyword_spotting:build_spectrogram_cnn",
     ),
-    ("speech-to-text", "conv-gru", f"{_MODELS}.conv_gru:ConvGRU"),
-    ("recommendation", "factors", f"{_MODELS}.matrix_factorization:MatrixFactorization"),
-    ("tabular-classification", "mlp", f"{_MODELS}.mlp:MLP"),
+    ("speech-to-text", "conv-gru", f"{_MODELS}.networks:ConvGRU"),
+    ("recommendation", "factors", f"{_MODELS}.networks:MatrixFactorization"),
+    ("tabular-classification", "mlp", f"{_MODELS}.networks:MLP"),
 ]
 SIGNS = {">=": "≥", "<=": "≤"}
 
@@ -55,6 +56,24 @@ def test_the_job_file_page_lists_every_key_with_its_default(page: Path) -> None:
     assert told.keys() == known.keys()
     for key, default in known.items():
         assert _default_said(told[key], default), f"{key}: {told[key]} is not {default!r}"
+
+
+@pytest.mark.parametrize("page", ["optimizers.md", "optimizers.zh-CN.md"])
+def test_the_page_on_optimisers_shows_the_traits_of_every_built_in_one(page: str) -> None:
+    rows = [row for row in table_rows(DOCS / page) if row[0].startswith("`")]
+    shown = {row[0].strip("`"): row[1:] for row in rows if len(row) == 7}
+    assert shown.keys() == PROJECT["project"]["entry-points"]["yunlu.optimizers"].keys()
+    for name, (lr, tuned_lr, decay, scaling, hyperparameters, state) in shown.items():
+        traits = traits_of(name)
+        assert float(lr) == traits.lr
+        assert float(tuned_lr) == (traits.fine_tuning_lr or traits.lr)
+        assert decay.endswith(f"{traits.decays_by}`")
+        assert float((re.match(r"[\d.]+", decay) or "0")[0]) == traits.weight_decay
+        assert scaling.strip("`") == traits.scaling
+        assert re.findall(r"`(\w+)`", hyperparameters) == list(traits.hyperparameters)
+        assert float(state.split()[0]) == traits.state_bytes
+    explained = [row[0].strip("`") for row in rows if len(row) == 2]
+    assert explained == [field.name for field in dataclasses.fields(OptimizerTraits)]
 
 
 def test_the_glossary_names_what_stands_in_the_code() -> None:
@@ -140,6 +159,27 @@ def test_the_examples_page_lists_every_example_with_its_figure() -> None:
         assert expected, f"{example.name} does not say what to expect"
         metric, sign, figure = expected.groups()
         assert f"{metric} {SIGNS[sign]} {figure}" in row[3]
+
+
+def test_contributing_lists_every_door_with_its_contract() -> None:
+    rows = [row for row in table_rows(ROOT / "CONTRIBUTING.md") if len(row) == 5][1:]
+    doors = {row[1].strip("`"): [cell.strip("`") for cell in row[2:]] for row in rows}
+    registered = PROJECT["project"]["entry-points"]
+    assert doors.keys() - {"–"} == registered.keys()
+    named = {name for row in rows for name in (row[2].strip("`"), row[3].strip("`"))} - {"–"}
+    for name in named:
+        assert _stands_in_code(name), f"{name} is not in src/yunlu"
+    contracts = {
+        f"testing.{path.stem}:{node.name}"
+        for path in (ROOT / "src" / "yunlu" / "testing").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Contract")
+    }
+    assert contracts == {name for name in named if name.startswith("testing.")}
+    for group, points in registered.items():
+        home = "yunlu." + doors[group][2].removesuffix(".py").strip("/").replace("/", ".")
+        for point in points.values():
+            assert point.startswith(home), f"{point} is not in {doors[group][2]}"
 
 
 def _keys(spec: type[Value], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from yunlu.core.files import append_lines
+from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import SecureLink
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
@@ -34,10 +35,8 @@ from yunlu.runs.events import (
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log, RunStore, last_record
 from yunlu.runs.worker_group import (
-    FrameDecoder,
     WorkerGroup,
     control_secret,
-    encode_frame,
     write_worker_group,
 )
 
@@ -116,23 +115,24 @@ class LightWorkerGroup:
             if key.data is None:
                 sock, _ = self.server.accept()
                 link = SecureLink(sock, control_secret(self.token), is_server=True)
-                self.selector.register(link, selectors.EVENT_READ, FrameDecoder())
+                self.selector.register(link, selectors.EVENT_READ, FrameReader())
                 continue
             link: Any = key.fileobj
             try:
-                data = link.recv(65536)
-            except OSError:
-                data = b""
-            if not data:
+                self.answer(link, key.data)
+                while link.pending:  # what has arrived with it makes the socket readable no more
+                    self.answer(link, key.data)
+            except (OSError, EOFError):
                 self.selector.unregister(link)
                 link.close()
-                continue
-            for message in key.data.feed(data):
-                if message.get("kind") == "resize":
-                    self.target = int(message["devices"])
-                    self.save()
-                    answer = {"is_accepted": True, "text": "resized", "layout": f"dp{self.target}"}
-                    link.sendall(encode_frame(answer))
+
+    def answer(self, link: SecureLink, reader: FrameReader) -> None:
+        message = receive_frame(link, reader).control
+        if message.get("kind") == "resize":
+            self.target = int(message["devices"])
+            self.save()
+            text = {"is_accepted": True, "text": "resized", "layout": f"dp{self.target}"}
+            send_frame(link, text)
 
     def save(self) -> None:
         write_worker_group(

@@ -11,18 +11,10 @@ from typing import Any
 
 import psutil
 
-from tests.contracts.executor_setups import (
-    JOB,
-    events_of,
-    kill_processes,
-    processes_of,
-    state,
-    step,
-)
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.executors.executor import Executor
-from yunlu.executors.known_addresses import remember_address
-from yunlu.executors.lease_record import read_record
+from yunlu.executors.lease_executor import read_record
+from yunlu.executors.registry import remember_address
 from yunlu.executors.worker_process import SUPERVISOR
 from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
@@ -32,6 +24,14 @@ from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.scheduler.queue import SubmitOptions, enqueue, withdraw
 from yunlu.spec.load import load_job
+from yunlu.testing.executors import (
+    JOB,
+    events_of,
+    kill_processes,
+    processes_of,
+    state,
+    step,
+)
 
 PATIENCE_S = LIMIT_S
 

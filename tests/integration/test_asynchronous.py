@@ -107,7 +107,7 @@ def test_a_disturbed_run_learns_and_takes_every_sample_once(run: RunStore, yunlu
     (chief,) = {child.pid for child in parent.children()} - servers - workers
     _kill(chief)
     wait_for_step(run, 50)
-    lost = {1, "server-0", "server-1", "coordinator"}
+    lost = {"1", "server-0", "server-1", "coordinator"}
     wait_until(run, lambda: {each.worker for each in events_of(run, WorkerLost)} == lost, "faults")
 
     assert lifecycle.stop(run).state == "stopped"  # here: a command might start too late

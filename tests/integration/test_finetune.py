@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 from yunlu.runs.events import AttemptStarted, ErrorRaised, ProgressReported
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, RunStore
-from yunlu.training.data.synthetic_text import generate_reviews
+from yunlu.training.data.synthetic import generate_reviews
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -26,8 +26,8 @@ from yunlu.runs.run_store import WORKER_LOG, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler import control, queue
-from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.scheduler.pool_view import explain
 from yunlu.scheduler.queue import SubmitOptions, enqueue
 from yunlu.spec.job import Job
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.executor_setups import FOR_EVER, check_samples, processes_of, state, step
 from tests.integration.pool_drill import (
     PATIENCE_S,
     Drill,
@@ -20,6 +19,7 @@ from tests.integration.ray_rig import RayRig, why_no_ray
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.testing.executors import FOR_EVER, check_samples, processes_of, state, step
 
 pytestmark = [
     pytest.mark.distributed,

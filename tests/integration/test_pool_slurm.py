@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.executor_setups import FOR_EVER, check_samples, state, step
 from tests.integration.conftest import Yunlu
 from tests.integration.pool_drill import (
     PATIENCE_S,
@@ -26,6 +25,7 @@ from yunlu.hardware.fleet import Placement
 from yunlu.jobs import lifecycle
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 from yunlu.scheduler.queue import read_entry
+from yunlu.testing.executors import FOR_EVER, check_samples, state, step
 
 pytestmark = [
     pytest.mark.distributed,

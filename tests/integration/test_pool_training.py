@@ -15,8 +15,8 @@ from yunlu.runs.events import DataOpened, WorkerGroupFormed
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler import control
-from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
+from yunlu.scheduler.pool_view import explain
 from yunlu.scheduler.queue import SubmitOptions, enqueue, withdraw
 from yunlu.spec.job import Job
 

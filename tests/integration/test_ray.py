@@ -15,7 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.contracts.executor_setups import (
+from tests.integration.ray_rig import RayRig, why_no_ray
+from tests.waiting import LIMIT_S, wait_until
+from yunlu.executors.executor import ExecutorError, LeaseState
+from yunlu.executors.ray_executor import RayExecutor
+from yunlu.hardware.fleet import Placement
+from yunlu.jobs import lifecycle
+from yunlu.runs.events import WorkerGroupFormed
+from yunlu.runs.run_store import Document, RunStore
+from yunlu.testing.executors import (
     await_,
     await_step,
     await_workers,
@@ -27,14 +35,6 @@ from tests.contracts.executor_setups import (
     step,
     submit,
 )
-from tests.integration.ray_rig import RayRig, why_no_ray
-from tests.waiting import LIMIT_S, wait_until
-from yunlu.executors.executor import ExecutorError, LeaseState
-from yunlu.executors.ray_executor import RayExecutor
-from yunlu.hardware.fleet import Placement
-from yunlu.jobs import lifecycle
-from yunlu.runs.events import WorkerGroupFormed
-from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [
     pytest.mark.distributed,

@@ -9,7 +9,7 @@ import pytest
 from yunlu.core.errors import MissingPartError
 from yunlu.executors import ray_link
 from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
-from yunlu.executors.lease_record import LeaseRecord
+from yunlu.executors.lease_executor import LeaseRecord
 from yunlu.executors.ray_executor import RayExecutor
 from yunlu.executors.ray_parse import (
     ClusterSurvey,

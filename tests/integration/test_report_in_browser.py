@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.integration.chromium import BROWSER_MARKS, open_browser
-from yunlu.render.run_report.write import write_report
+from yunlu.render.run_report import write_report
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from tests.integration.test_s3_data import KEYS, s3  # noqa: F401 - a fixture
 from yunlu.planning.layout import Layout
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.save_group import SaveGroup
 from yunlu.training.checkpoint.storage import MANIFEST, open_storage
-from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice
+from yunlu.training.checkpoint.store import CheckpointStore, SaveGroup
+from yunlu.training.tensor_slices import TensorShard, TensorSlice
 
 pytestmark = pytest.mark.slow
 

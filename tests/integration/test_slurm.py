@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.executor_setups import (
+from tests.integration.slurm_rig import SlurmRig, why_no_slurm
+from tests.waiting import wait_until
+from yunlu.executors import slurm
+from yunlu.executors.executor import ExecutorError, LeaseState
+from yunlu.executors.lease_executor import known_record
+from yunlu.executors.slurm import SlurmExecutor
+from yunlu.hardware.fleet import Placement
+from yunlu.jobs import lifecycle
+from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed, WorkerLost
+from yunlu.runs.run_store import Document, RunStore
+from yunlu.testing.executors import (
     await_,
     await_step,
     await_workers,
@@ -19,16 +29,6 @@ from tests.contracts.executor_setups import (
     step,
     submit,
 )
-from tests.integration.slurm_rig import SlurmRig, why_no_slurm
-from tests.waiting import wait_until
-from yunlu.executors import slurm
-from yunlu.executors.executor import ExecutorError, LeaseState
-from yunlu.executors.lease_record import known_record
-from yunlu.executors.slurm import SlurmExecutor
-from yunlu.hardware.fleet import Placement
-from yunlu.jobs import lifecycle
-from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed, WorkerLost
-from yunlu.runs.run_store import Document, RunStore
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

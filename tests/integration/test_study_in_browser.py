@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.integration.chromium import BROWSER_MARKS, open_browser
 from tests.unit.tuning.made_studies import LR, make_living, make_pareto, make_study
-from yunlu.render.study_report.page import write_report
+from yunlu.render.study_report import write_report
 
 MAKERS = {"full": make_study, "living": make_living, "pareto": make_pareto}
 

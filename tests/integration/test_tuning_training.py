@@ -21,10 +21,9 @@ from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
 from yunlu.tuning.study import Study
-from yunlu.tuning.study_runner.cloning import clone
 from yunlu.tuning.study_runner.slots import LocalSlots
 from yunlu.tuning.study_runner.trial_events import read_trial_events
-from yunlu.tuning.study_runner.trial_runs import write_verdict
+from yunlu.tuning.study_runner.trial_runs import clone, write_verdict
 from yunlu.tuning.values import TrialState
 
 EPOCHS = 4

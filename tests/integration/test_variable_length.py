@@ -12,8 +12,7 @@ import torch
 from tests.integration.conftest import ROOT, Yunlu
 from tests.unit.training.tiny_hf import save_bert
 from yunlu.spec.job import Job
-from yunlu.training.data.batches import step_batches
-from yunlu.training.data.lengths import expected_padding, lengths_of
+from yunlu.training.data.batches import expected_padding, lengths_of, step_batches
 from yunlu.training.data.sample_order import make_order
 from yunlu.training.tasks.registry import open_task
 from yunlu.training.tasks.task import collate_for, padding_options

@@ -17,7 +17,7 @@ from benchmarks.tune_parts.runs import Case, Run, list_cases, run_cases
 from benchmarks.tune_parts.sampling import sample
 from benchmarks.tune_parts.scoring import find_best, find_speedup, make_scales, score
 
-from yunlu.lab.tuning.replay import ReplayTrace, replay
+from yunlu.lab.tuning_replay import ReplayTrace, replay
 from yunlu.tuning.values import Dimension
 
 TASK = "taskset/patch32_GRU128_bs128"

@@ -9,7 +9,7 @@ from cyclopts.completion.detect import ShellDetectionError
 
 from yunlu.cli.main import build_app
 from yunlu.core.errors import YunluError
-from yunlu.render.terminal.console import print_text
+from yunlu.render.terminal.page import print_text
 
 
 def install_completion(

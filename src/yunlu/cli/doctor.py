@@ -23,8 +23,8 @@ def doctor(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
         findings = client.doctor()
         print_value(findings, indent=2)
     else:
-        from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
-        from yunlu.render.terminal.doctor_page import doctor_page  # noqa: PLC0415
+        from yunlu.render.terminal.machine_page import doctor_page  # noqa: PLC0415
+        from yunlu.render.terminal.page import TerminalConsole  # noqa: PLC0415 (slow to import)
 
         console = TerminalConsole()
         with console.status("measuring this machine ..."):

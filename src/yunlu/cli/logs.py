@@ -48,7 +48,7 @@ def logs(
 
 
 def _print_events(client: Client, run: str, console: Console, *, follow: bool) -> None:
-    from yunlu.render.terminal.log_lines import LogLines  # noqa: PLC0415 (slow to import)
+    from yunlu.render.terminal.run_display import LogLines  # noqa: PLC0415 (slow to import)
 
     shown, past = LogLines(), client.events(run)
     for line in shown.take(past.items):

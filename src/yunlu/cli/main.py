@@ -17,7 +17,7 @@ from rich.text import Text
 from yunlu import __version__
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.secrets import mask
-from yunlu.render.terminal.console import TerminalConsole, print_note
+from yunlu.render.terminal.page import TerminalConsole, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,7 @@ from cyclopts import Parameter
 
 from yunlu.client.connect import default_client
 from yunlu.core.errors import JobError
-from yunlu.render.terminal.console import print_text
-from yunlu.render.terminal.page import make_console, print_json, print_json_text
+from yunlu.render.terminal.page import make_console, print_json, print_json_text, print_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,7 +134,7 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     outlook = default_client().plan(job, top=top, candidates=plot is not None)
     options = outlook.options
     if plot is not None:
-        from yunlu.render.plan_plot import write_plan_plot  # noqa: PLC0415 (slow to import)
+        from yunlu.render.drawing.plots import write_plan_plot  # noqa: PLC0415 (slow to import)
 
         write_plan_plot(outlook, plot, title=job.name or job.task)
     if json:
@@ -181,7 +180,7 @@ def _predict(files: tuple[str, ...], *, json: bool) -> int:
     if json:
         print_json([row.model_dump(mode="json", exclude_unset=True) for row in rows])
     else:
-        from yunlu.render.terminal.predicted_rows import rows_table  # noqa: PLC0415 (slow)
+        from yunlu.render.terminal.plan_options import rows_table  # noqa: PLC0415 (slow)
 
         make_console().print(rows_table(rows))
     return 0
@@ -193,7 +192,7 @@ def _measure(job: Job, *, json: bool) -> int:
         print_json_text(client.measure(job).model_dump_json(indent=2))
         return 0
     from yunlu.render.terminal.event_lines import plan_block  # noqa: PLC0415 (slow to import)
-    from yunlu.render.terminal.measure_progress import measure_progress  # noqa: PLC0415
+    from yunlu.render.terminal.plan_options import measure_progress  # noqa: PLC0415
 
     console = make_console()
     with measure_progress(console) as on_event:

@@ -42,8 +42,8 @@ def probe(
             what = f"{runs} and every probe" if all_ else f"deleted {runs}"
             console.print(f" {dropped.forgotten} {what} forgotten")
         return 0
-    from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
-    from yunlu.render.terminal.probe_page import probe_page, probe_progress  # noqa: PLC0415
+    from yunlu.render.terminal.machine_page import probe_page, probe_progress  # noqa: PLC0415
+    from yunlu.render.terminal.page import TerminalConsole  # noqa: PLC0415 (slow to import)
 
     # Standard output carries the answer alone: it may go to a file or a pipe.
     with probe_progress(TerminalConsole(stderr=True)) as on_progress:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from yunlu.client.connect import default_client
-from yunlu.render.terminal.console import print_note
-from yunlu.render.terminal.page import indented, make_console, print_value
+from yunlu.render.terminal.page import indented, make_console, print_note, print_value
 
 _FEW = 20
 
@@ -31,7 +30,7 @@ def ps(
         return 0
     console = make_console()
     if listed.runs:
-        from yunlu.render.terminal.run_table import run_table  # noqa: PLC0415 (slow to import)
+        from yunlu.render.terminal.run_page import run_table  # noqa: PLC0415 (slow to import)
 
         console.print(indented(run_table(listed.runs, now=time.time())))
     elif not listed.problems:

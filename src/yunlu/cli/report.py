@@ -40,7 +40,7 @@ def report(
     if json_:
         print_json_text(written.model_dump_json())
     else:
-        from yunlu.render.terminal.console import TerminalConsole  # noqa: PLC0415 (slow to import)
+        from yunlu.render.terminal.page import TerminalConsole  # noqa: PLC0415 (slow to import)
         from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
 
         print_summary(written, TerminalConsole())

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
-from yunlu.render.terminal.console import print_text
+from yunlu.render.terminal.page import print_text
 
 
 def schema(*, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> None:

@@ -33,7 +33,7 @@ def list_all(*, json: bool = False) -> int:
     """
     listed = default_client().studies()
     if json:
-        from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (slow to import)
+        from yunlu.render.study_report import dump_study  # noqa: PLC0415 (slow to import)
 
         for view in listed.studies:
             print_json({**dump_study(view), "trials": len(view.trials)})
@@ -61,7 +61,7 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
     """
     view = default_client().study(name)
     if json:
-        from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (slow to import)
+        from yunlu.render.study_report import dump_study  # noqa: PLC0415 (slow to import)
 
         print_json(dump_study(view))
         return 0
@@ -97,7 +97,7 @@ def best(name: str = "last", /, *, json: bool = False) -> int:
             hint=f"yunlu study show {view.name}",
         )
     if json:
-        from yunlu.render.study_report.dump import dump_best  # noqa: PLC0415 (slow to import)
+        from yunlu.render.study_report import dump_best  # noqa: PLC0415 (slow to import)
 
         print_json(dump_best(view))
         return 0

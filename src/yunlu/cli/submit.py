@@ -17,6 +17,7 @@ def submit(
     /,
     *,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    plan: Annotated[str | None, Parameter(show_default=False)] = None,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
     priority: int = 0,
     team: str = "",
@@ -33,6 +34,7 @@ def submit(
     Args:
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set train.epochs=3; may be repeated.
+        plan: Train so as `yunlu plan JOB --json > FILE` planned it: FILE, or FILE:2 for its second option.
         name: Name of the run.
         priority: Higher goes first.
         team: Team whose quota it uses.
@@ -45,9 +47,11 @@ def submit(
     from yunlu.spec.load import load_job, source_of  # noqa: PLC0415 (slow to import)
 
     options = [f"name={name}"] if name else []
-    queued = default_client().submit(
+    client = default_client()
+    queued = client.submit(
         load_job(job, overrides=(*overrides, *options)),
         source=source_of(job),
+        plan=None if plan is None else client.load_plan(plan),
         priority=priority,
         team=team,
         min_devices=min_devices,

@@ -15,6 +15,7 @@ def train(
     /,
     *,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    plan: Annotated[str | None, Parameter(show_default=False)] = None,
     devices: Annotated[int | None, Parameter(show_default=False)] = None,
     detach: bool = False,
     json: bool = False,
@@ -28,6 +29,7 @@ def train(
     Args:
         job: The job file: YAML, or Python (jobs.py:name).
         overrides: Change the job: --set train.epochs=3; may be repeated.
+        plan: Train so as `yunlu plan JOB --json > FILE` planned it: FILE, or FILE:2 for its second option.
         devices: Number of workers, one for each device.
         detach: Return at once; the run continues. `yunlu logs -f last` watches it.
         json: Write every event and metric record as one JSON line, and nothing else.
@@ -41,6 +43,7 @@ def train(
     options += [f"devices={devices}"] if devices is not None else []
     loaded = load_job(job, overrides=(*overrides, *options))
     client = default_client()
-    started = client.train(loaded, source=source_of(job), detach=detach)
+    chosen = None if plan is None else client.load_plan(plan)
+    started = client.train(loaded, source=source_of(job), plan=chosen, detach=detach)
     title = run_title(started.id, started.task)
     return watch_started(client, started, title=title, json=json, detach=detach)

@@ -13,8 +13,7 @@ from rich.text import Text
 from yunlu.cli.watching import STOPPED_CODE, counted_signals
 from yunlu.client.connect import default_client
 from yunlu.core.errors import JobError, error_of_code
-from yunlu.render.terminal.console import print_note
-from yunlu.render.terminal.page import make_console, print_json, title_text
+from yunlu.render.terminal.page import make_console, print_json, print_note, title_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from yunlu.client.protocol import Client
-    from yunlu.render.terminal.study_display import StudyDisplay
+    from yunlu.render.terminal.study_tables import StudyDisplay
     from yunlu.spec.job import Job
     from yunlu.tuning.session import StudyResult, StudyStart
 
@@ -60,7 +59,7 @@ def tune(
         deadline: Longest time the study may take: 90min, 36h, 1d 12h.
         parallel: Most trials that train at once.
         devices: Devices that all trials share.
-        method: Search method: auto, grid, random, sobol, tpe, gp, cmaes, nsga2, frontier.
+        method: Search method: auto, grid, random, sobol, tpe, gp, cmaes, nsga2, frontier, or module:Class.
         stop: Early stopping rule: auto, none, median, asha, hyperband, patience, pbt.
         metric: Metric to optimise: loss, or a metric of the task.
         name: Name of the study.
@@ -198,17 +197,17 @@ def _print_title(console: Console, name: str, dimensions: int, devices: int) -> 
 
 
 def _open_display(console: Console, start: StudyStart, *, json: bool) -> StudyDisplay:
-    from yunlu.render.terminal import study_display  # noqa: PLC0415 (slow to import)
+    from yunlu.render.terminal import study_tables  # noqa: PLC0415 (slow to import)
 
     if json:
-        return study_display.QuietStudy()
+        return study_tables.QuietStudy()
     if console.is_terminal:
-        return study_display.LiveStudy(console)
-    return study_display.PlainStudy(console, start.view.trials)
+        return study_tables.LiveStudy(console)
+    return study_tables.PlainStudy(console, start.view.trials)
 
 
 def _conclude(result: StudyResult, console: Console | None, *, is_interrupted: bool) -> int:
-    from yunlu.render.study_report.dump import dump_study  # noqa: PLC0415 (slow to import)
+    from yunlu.render.study_report import dump_study  # noqa: PLC0415 (slow to import)
     from yunlu.render.terminal import study_tables  # noqa: PLC0415 (as above)
 
     view = result.view

@@ -7,9 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from yunlu.client.connect import default_client
-from yunlu.render.terminal.console import print_text
-from yunlu.render.terminal.job_summary import job_summary
-from yunlu.render.terminal.page import print_json
+from yunlu.render.terminal.page import print_json, print_text
 
 
 def validate(
@@ -31,5 +29,7 @@ def validate(
         problems = [problem.model_dump() for problem in result.problems]
         print_json({"valid": result.is_valid, "problems": problems})
         return 0 if result.is_valid else 1
+    from yunlu.render.terminal.plan_options import job_summary  # noqa: PLC0415 (slow to import)
+
     print_text(f"{job} is valid.\n{job_summary(result.require())}")
     return 0

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from yunlu.client.connect import default_client
 from yunlu.client.finetuning import finetuning_job
 from yunlu.core.errors import JobError, StoreError, missing_part
+from yunlu.core.settings import read_settings
 from yunlu.jobs import lifecycle
+from yunlu.jobs.base_model import find_model_directory
 from yunlu.jobs.job_input import build_job, plain, read_options
 from yunlu.jobs.launch import find_launch, train_to_end
 from yunlu.jobs.run import move
+from yunlu.jobs.submitted_plan import resolve_plan
 from yunlu.runs.events import Evaluated, RunEvent
-from yunlu.runs.home import open_run
+from yunlu.runs.home import open_if_run, open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.goal import GoalSpec
+    from yunlu.training.load_model import LoadedModel
 
 _LIVE_TASK = "yunlu.training.tasks.python_objects"
 _WORKER = "yunlu.training.worker"
+_LOADING = "yunlu.training.load_model"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -103,6 +108,10 @@ class Run:
 
         return list(read_run_log(open_run(self.dir)).records)
 
+    def load(self) -> LoadedModel:
+        """Load the model that it exported, to predict with it."""
+        return load_model(self.dir)
+
     def report(self) -> Path:
         """Write the report, and return the path of the page."""
         default_client().report(str(self.dir))
@@ -120,6 +129,7 @@ def train(
     overrides: Sequence[str] = (),
     name: str | None = None,
     devices: int | None = None,
+    plan: Plan | None = None,
     wait: bool = True,
     **train_options: Any,
 ) -> Run:
@@ -135,14 +145,15 @@ def train(
         overrides: ``a.b=c``, as with ``--set``.
         name: Name of the run.
         devices: Number of workers, one for each device.
+        plan: A plan that ``yunlu.plan`` returned: its choices are pinned.
         wait: Return when the run is no longer active (and raise if it failed), or at once.
         train_options: Keys of the job's ``train`` part, such as ``epochs=3``; ``lr`` is the
             optimiser's.
     """
     if _is_live(model):
-        if job is not None or task is not None or overrides:
+        if job is not None or task is not None or overrides or plan is not None:
             raise JobError(
-                "a model object brings its own task: job, task and overrides do not go with it"
+                "a model object brings its own task: job, task, overrides and plan do not go with it"
             )
         if devices not in {None, 1} or find_launch() is not None:
             raise JobError(
@@ -160,7 +171,7 @@ def train(
         return _train_here(run, live)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
     built = build_job(job, overrides, train_options, **parts)
-    return _train_elsewhere(built, source_of(job), wait=wait)
+    return _train_elsewhere(built, source_of(job), plan=plan, wait=wait)
 
 
 def finetune(
@@ -261,6 +272,24 @@ def load_run(run_id: str) -> Run:
     return Run(Path(default_client().run(run_id).dir))
 
 
+def load_model(run: str | Path | Run, *, trust_code: bool = False) -> LoadedModel:
+    """Load a trained model, to predict with it.
+
+    Args:
+        run: The run, its id, a unique prefix of it or ``last``; or the path of an exported model.
+        trust_code: Import a task or model class that a directory from elsewhere names; that of your
+            own runs is imported in any case.
+    """
+    directory = find_model_directory(run.dir if isinstance(run, Run) else run)
+    try:
+        loading = import_module(_LOADING)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise missing_part("torch", "train", "Predicting") from error
+    return loading.load_model(directory, trust_code=trust_code or _is_own(directory))
+
+
 def resume(
     run_id: str,
     *,
@@ -289,6 +318,7 @@ def submit(
     job: str | Path | Job,
     *,
     overrides: Sequence[str] = (),
+    plan: Plan | None = None,
     priority: int = 0,
     team: str = "",
     min_devices: int | None = None,
@@ -301,6 +331,7 @@ def submit(
     Args:
         job: A file or a job.
         overrides: Changes, as after ``--set``.
+        plan: A plan that ``yunlu.plan`` returned: its choices are pinned.
         priority: Higher goes first.
         team: Team whose quota it uses.
         min_devices: Fewest devices it starts on.
@@ -311,6 +342,7 @@ def submit(
     queued = default_client().submit(
         validate(job, overrides=overrides),
         source=source_of(job),
+        plan=plan,
         priority=priority,
         team=team,
         min_devices=min_devices,
@@ -347,10 +379,11 @@ def _live_task(**parts: Any) -> Any:
     return objects.ObjectTask(**parts)
 
 
-def _train_elsewhere(job: Job, source: Path | None, *, wait: bool) -> Run:
+def _train_elsewhere(job: Job, source: Path | None, *, plan: Plan | None = None, wait: bool) -> Run:
     if (launch := find_launch(job, waits=wait)) is not None:
-        return _as_run(train_to_end(job, launch, source=source)).wait()
-    started = default_client().train(job, source=source, detach=not wait)
+        pinned, submitted = (job, None) if launch.rank else resolve_plan(job, plan)
+        return _as_run(train_to_end(pinned, launch, source=source, plan=submitted)).wait()
+    started = default_client().train(job, source=source, plan=plan, detach=not wait)
     run = Run(Path(started.dir))
     return run.wait() if wait else run
 
@@ -363,6 +396,13 @@ def _train_here(store: RunStore, live: Any) -> Run:
         if record.state.is_active:  # an interrupt came between two of its events
             move(store, record, RunState.STOPPED, reason="interrupted")
     return _as_run(store).wait()
+
+
+def _is_own(model: Path) -> bool:
+    """Whether a run of ours in our home exported the model: its job is ours too."""
+    store = open_if_run(model.parent)
+    is_home = model.is_relative_to(read_settings().home.absolute())
+    return store is not None and is_home and not store.foreign_owner
 
 
 def _as_run(store: RunStore) -> Run:

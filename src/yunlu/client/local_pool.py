@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from yunlu.scheduler.explanation import Explanation
-    from yunlu.scheduler.pool_view import PoolDown, PoolUp, PoolView, QueuedRun
+    from yunlu.planning.plan import Plan
+    from yunlu.scheduler.pool_view import Explanation, PoolDown, PoolUp, PoolView, QueuedRun
     from yunlu.scheduler.queue import QueueEntry
     from yunlu.spec.job import Job
 
@@ -29,6 +29,7 @@ class LocalPool:
         job: Job,
         *,
         source: Path | None = None,
+        plan: Plan | None = None,
         priority: int = 0,
         team: str = "",
         min_devices: int | None = None,
@@ -38,6 +39,7 @@ class LocalPool:
     ) -> QueuedRun:
         """As ``PoolVerbs.submit``."""
         from yunlu.jobs import lifecycle
+        from yunlu.jobs.submitted_plan import resolve_plan
         from yunlu.scheduler.pool_view import view_submitted
         from yunlu.scheduler.queue import enqueue, read_options
 
@@ -49,7 +51,9 @@ class LocalPool:
             deadline=deadline,
             budget_dollars=budget,
         )
-        return view_submitted(lifecycle.home(), enqueue(job, options, source=source))
+        job, plan = resolve_plan(job, plan)
+        run = enqueue(job, options, source=source, plan=plan)
+        return view_submitted(lifecycle.home(), run)
 
     def pool(self) -> PoolView:
         """As ``PoolVerbs.pool``."""
@@ -106,7 +110,7 @@ class LocalPool:
     def pool_why(self, run: str) -> Explanation:
         """As ``PoolVerbs.pool_why``."""
         from yunlu.jobs import lifecycle
-        from yunlu.scheduler.explanation import explain
+        from yunlu.scheduler.pool_view import explain
 
         return explain(lifecycle.home(), find_run(run))
 

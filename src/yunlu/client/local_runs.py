@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from yunlu.core.launch import LaunchInfo
-    from yunlu.jobs.follow import LogCursor, RunUpdate
     from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.resize import WorkerResize
+    from yunlu.jobs.run_log import LogCursor, RunUpdate
     from yunlu.jobs.run_view import (
         JoinTarget,
         ListedRun,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.spec.validation import Validation
+    from yunlu.spec.load import Validation
 
 
 class LocalJobs:
@@ -40,7 +40,7 @@ class LocalJobs:
 
     def validate(self, job: str, *, overrides: Sequence[str] = ()) -> Validation:
         """As ``JobVerbs.validate``."""
-        from yunlu.spec.validation import check_job
+        from yunlu.spec.load import check_job
 
         return check_job(job, overrides=overrides)
 
@@ -56,6 +56,12 @@ class LocalJobs:
 
         return lifecycle.make_plan(job, on_event=on_event)
 
+    def load_plan(self, text: str) -> Plan:
+        """As ``JobVerbs.load_plan``."""
+        from yunlu.jobs.submitted_plan import load_plan
+
+        return load_plan(text)
+
     def predict(self, table: Path) -> tuple[PredictedRow, ...]:
         """As ``JobVerbs.predict``."""
         from yunlu.jobs.predict_table import predict_file
@@ -66,17 +72,27 @@ class LocalJobs:
 class LocalRuns:
     """As ``RunVerbs``."""
 
-    def train(self, job: Job, *, source: Path | None = None, detach: bool = False) -> StartedRun:
+    def train(
+        self,
+        job: Job,
+        *,
+        source: Path | None = None,
+        plan: Plan | None = None,
+        detach: bool = False,
+    ) -> StartedRun:
         """As ``RunVerbs.train``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.launch import find_launch, start_run
+        from yunlu.jobs.submitted_plan import resolve_plan
 
         launch = find_launch(job, waits=not detach)
+        if launch is not None and (followed := _follow_launch(launch)) is not None:
+            return followed
+        job, plan = resolve_plan(job, plan)
         if launch is not None:
-            return _follow_launch(launch) or _started(
-                start_run(job, launch, source=source), is_launched=True
-            )
-        run = lifecycle.submit(job, source=source)
+            run = start_run(job, launch, source=source, plan=plan)
+            return _started(run, is_launched=True)
+        run = lifecycle.submit(job, source=source, plan=plan)
         lifecycle.start(run)
         return _started(run)
 
@@ -93,8 +109,8 @@ class LocalRuns:
     def resume(self, run: str, *, detach: bool = False) -> StartedRun:
         """As ``RunVerbs.resume``."""
         from yunlu.jobs import lifecycle
-        from yunlu.jobs.follow import end_of
         from yunlu.jobs.launch import find_launch, resume_run
+        from yunlu.jobs.run_log import end_of
         from yunlu.scheduler.control import is_queued_again
 
         store = find_run(run)
@@ -200,7 +216,7 @@ class LocalRuns:
 
     def follow(self, run: str, *, since: LogCursor | None = None) -> Iterator[RunUpdate]:
         """As ``RunVerbs.follow``."""
-        from yunlu.jobs.follow import follow
+        from yunlu.jobs.run_log import follow
 
         yield from follow(find_run(run), since=since)
 
@@ -228,13 +244,13 @@ class LocalRuns:
 
     def report(self, run: str) -> Report:
         """As ``RunVerbs.report``."""
-        from yunlu.render.run_report.write import write_report
+        from yunlu.render.run_report import write_report
 
         return write_report(find_run(run))
 
     def report_page(self, run: str) -> ReportPage:
         """As ``RunVerbs.report_page``."""
-        from yunlu.render.run_report.write import find_page
+        from yunlu.render.run_report import find_page
 
         return find_page(find_run(run))
 
@@ -273,8 +289,8 @@ def _started(
     is_queued: bool = False,
     is_launched: bool = False,
 ) -> StartedRun:
-    from yunlu.jobs.follow import LogCursor
     from yunlu.jobs.run import new_record
+    from yunlu.jobs.run_log import LogCursor
     from yunlu.jobs.run_view import StartedRun
 
     record = new_record(run)

@@ -99,7 +99,7 @@ class LocalStudies:
 
     def report_study(self, name: str, *, page: Path | None = None) -> StudyResult:
         """As ``StudyVerbs.report_study``."""
-        from yunlu.render.study_report.page import write_report, write_run_reports
+        from yunlu.render.study_report import write_report, write_run_reports
         from yunlu.tuning.session import StudyResult
         from yunlu.tuning.view import read_view
 
@@ -112,7 +112,7 @@ class LocalStudies:
 
 def _try_reports(view: StudyView) -> str | None:
     """Write the pages of the study and its runs; the study is worth more than they are."""
-    from yunlu.render.study_report.page import write_report, write_run_reports
+    from yunlu.render.study_report import write_report, write_run_reports
 
     with suppress(OSError, YunluError):
         write_run_reports(view)

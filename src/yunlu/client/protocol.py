@@ -1,8 +1,8 @@
 """The facade: what a client can do. Every answer is a frozen value that survives a trip through JSON.
 
 A run is named by its id, a unique prefix of it, ``last``, or the path of its directory; a study by its name
-or ``last``. A failure is a ``YunluError`` with a stable code. ``contract.ClientContract`` holds what every
-implementation must do.
+or ``last``. A failure is a ``YunluError`` with a stable code. What every implementation must do is in
+``yunlu.testing.clients.ClientContract``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
         OwnershipPage,
     )
     from yunlu.jobs.doctor import MachineFindings
-    from yunlu.jobs.follow import LogCursor, RunUpdate
     from yunlu.jobs.machine_probe import ForgottenRuns, ProbeProgress, ProbeResult
     from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.resize import WorkerResize
+    from yunlu.jobs.run_log import LogCursor, RunUpdate
     from yunlu.jobs.run_view import (
         JoinTarget,
         ListedRun,
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     )
     from yunlu.planning.plan import Plan
     from yunlu.runs.events import Event
-    from yunlu.scheduler.explanation import Explanation
-    from yunlu.scheduler.pool_view import PoolDown, PoolUp, PoolView, QueuedRun
+    from yunlu.scheduler.pool_view import Explanation, PoolDown, PoolUp, PoolView, QueuedRun
     from yunlu.scheduler.queue import QueueEntry
     from yunlu.spec.job import Job
-    from yunlu.spec.validation import Validation
+    from yunlu.spec.load import Validation
     from yunlu.tuning.facts import StudyView
     from yunlu.tuning.session import (
         StoppedStudy,
@@ -70,6 +69,10 @@ class JobVerbs(Protocol):
         """Let a worker measure the job on this machine, and return its plan."""
         ...
 
+    def load_plan(self, text: str) -> Plan:
+        """A plan from a file: ``FILE``, or ``FILE:N`` for one of the options in it."""
+        ...
+
     def predict(self, table: Path) -> tuple[PredictedRow, ...]:
         """Predict speed and memory of each row of a CSV table."""
         ...
@@ -78,8 +81,19 @@ class JobVerbs(Protocol):
 class RunVerbs(Protocol):
     """Runs: start, watch, stop."""
 
-    def train(self, job: Job, *, source: Path | None = None, detach: bool = False) -> StartedRun:
-        """Create a run of a job and start it; ``source`` is kept with the run."""
+    def train(
+        self,
+        job: Job,
+        *,
+        source: Path | None = None,
+        plan: Plan | None = None,
+        detach: bool = False,
+    ) -> StartedRun:
+        """Create a run of a job and start it; ``source`` is kept with the run.
+
+        The choices of a ``plan`` are pinned. Without one, what is expected on this machine is kept with
+        the run where that is known at once; the worker says where it departs from either.
+        """
         ...
 
     def finetune(
@@ -165,6 +179,7 @@ class PoolVerbs(Protocol):
         job: Job,
         *,
         source: Path | None = None,
+        plan: Plan | None = None,
         priority: int = 0,
         team: str = "",
         min_devices: int | None = None,
@@ -172,7 +187,7 @@ class PoolVerbs(Protocol):
         deadline: str | None = None,
         budget: float | None = None,
     ) -> QueuedRun:
-        """Queue a job."""
+        """Queue a job; with a ``plan`` as in ``train``."""
         ...
 
     def pool(self) -> PoolView:

@@ -77,3 +77,12 @@ def _read(file: Path) -> str | None:
         return file.read_text().strip()
     except OSError:
         return None
+
+
+def count_oom_kills(folder: Path) -> int:
+    """Processes of a group that were killed for want of memory so far."""
+    for name in ("memory.events", "memory.oom_control"):
+        parts = (_read(folder / name) or "").split()
+        if parts:
+            return int(dict(zip(parts[::2], parts[1::2], strict=False)).get("oom_kill", 0))
+    return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import JobError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 
@@ -65,6 +66,12 @@ def make_object(reference: str) -> Any:
                 hint="give its arguments defaults, or name a function that makes one",
             ) from error
     return result()
+
+
+def call_with(factory: Callable[..., Any], **options: Any) -> Any:
+    """Call a factory with those of the options that it declares by name."""
+    parameters = inspect.signature(factory).parameters
+    return factory(**{name: value for name, value in options.items() if name in parameters})
 
 
 def _load_module(name: str, reference: str) -> ModuleType:

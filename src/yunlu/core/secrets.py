@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, quote_plus
 
+from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import environment_variables
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _names_secret(name: str) -> bool:
 def _values_of_json(name: str, text: str) -> list[str]:
     """``FSSPEC_S3='{"secret": "…"}'`` and ``FSSPEC_S3_SECRET=…``: options of a file system."""
     try:
-        options = json.loads(text)
+        options = decode_json(text)
     except ValueError:
         options = text
     if not isinstance(options, dict):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol, Self, cast
 from yunlu.core.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableSequence, Sequence
 
 UNAUTHENTICATED_BYTES = 4096
 """Limit of what a peer may send before it has proved the secret."""
@@ -239,11 +239,7 @@ class SecureLink:
 
     def _flush(self) -> None:
         while self._unsent:
-            sent = self._sock.sendmsg(self._unsent[:64])
-            while self._unsent and sent >= len(self._unsent[0]):
-                sent -= len(self._unsent.pop(0))
-            if sent:
-                self._unsent[0] = self._unsent[0][sent:]
+            drop_sent(self._unsent, self._sock.sendmsg(self._unsent[:64]))
 
 
 def connect_link(
@@ -259,6 +255,15 @@ def connect_link(
         sock.close()
         raise
     return link
+
+
+def drop_sent(pieces: MutableSequence[memoryview], count: int) -> None:
+    """Drop the first bytes of what is to be sent or written."""
+    while pieces and count >= len(pieces[0]):
+        count -= len(pieces[0])
+        del pieces[0]
+    if count:
+        pieces[0] = pieces[0][count:]
 
 
 def is_same_machine(sock: socket.socket) -> bool:

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from yunlu.executors.lease_record import Lease, LeaseEvent
+    from yunlu.executors.lease_executor import Lease, LeaseEvent
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
 
 SPOT = "-spot"
 """Suffix of the names of spot nodes."""
-GROUP = "yunlu.executors"
-"""Entry point group of executors: a class that is constructed from an address."""
 
 
 class ExecutorError(YunluError):

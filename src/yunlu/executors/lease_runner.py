@@ -9,11 +9,9 @@ start it a second time, after a preemption: a lead then gives the run another li
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -25,8 +23,15 @@ import psutil
 from yunlu.core.addresses import routed_address
 from yunlu.core.errors import StoreError
 from yunlu.core.private_process import make_process_private
+from yunlu.core.processes import (
+    ProcessHandle,
+    adopt_orphans,
+    kill_descendants,
+    reap_children,
+    start_process,
+)
 from yunlu.core.settings import worker_environment
-from yunlu.executors.lease_record import (
+from yunlu.executors.lease_executor import (
     Lease,
     append_lease_event,
     read_record,
@@ -49,6 +54,7 @@ from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import LOCAL, read_worker_group, send_request
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Sequence
 
     from yunlu.runs.run_store import RunStore
@@ -65,8 +71,6 @@ _REST_S = 60.0
 _VAIN = 3
 _LINGER_S = 75.0
 """Workers without a supervisor exit after a minute; then they are killed."""
-_SAME_START_S = 2.0
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 
 def main() -> int:
@@ -123,7 +127,7 @@ class LeaseRunner:
         """Run until no process is left; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # orphaned processes become our children
+        adopt_orphans()
         lease = self._wanted_lease()
         if lease is None:
             sys.stderr.write(f"lease {self.name} is not wanted any more\n")
@@ -132,7 +136,7 @@ class LeaseRunner:
         if not text:
             return AGAIN if self._is_noticed and self._is_needed() else 0
         append_lease_event(self.run, lease, "began", reason=socket.gethostname())
-        self._child = subprocess.Popen(text, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (our own interpreter and module)
+        self._child = start_process(text, environment=environment)
         return self._see_through(lease)
 
     def _wanted_lease(self) -> Lease | None:
@@ -192,7 +196,7 @@ class LeaseRunner:
         left_at: float | None = None
         while self._reap():
             if self._parent is not None and os.getppid() != self._parent:
-                self._kill_all()
+                kill_descendants()
             self._read_own_lease()
             self._measure(lease)
             if self._is_told and not self._passed_on:
@@ -200,7 +204,7 @@ class LeaseRunner:
             if self._child.returncode is not None and _supervisor(self.run) is None:
                 left_at = time.monotonic() if left_at is None else left_at
                 if time.monotonic() - left_at > _LINGER_S:
-                    self._kill_all()
+                    kill_descendants()
             time.sleep(_LOOP_S)
         code = self._child.returncode or 0
         append_lease_event(self.run, lease, "ended", reason=f"exit code {code}")
@@ -220,13 +224,9 @@ class LeaseRunner:
     def _reap(self) -> bool:
         """Reap children; returns whether any process is left."""
         assert self._child is not None
-        try:
-            while (result := os.waitpid(-1, os.WNOHANG))[0]:
-                if result[0] == self._child.pid:
-                    self._child.returncode = os.waitstatus_to_exitcode(result[1])
-        except ChildProcessError:
-            return False
-        return True
+        codes, is_any_left = reap_children()
+        self._child.returncode = codes.get(self._child.pid, self._child.returncode)
+        return is_any_left
 
     def _measure(self, lease: Lease) -> None:
         """Write usage for observers on other machines."""
@@ -301,24 +301,18 @@ class LeaseRunner:
         if supervisor is not None and supervisor.pid != self._child.pid:
             supervisor.send_signal(signal.SIGTERM)
 
-    def _kill_all(self) -> None:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
 
 def _supervisor(run: RunStore) -> psutil.Process | None:
     """Process of the run's supervisor, if it is one of ours."""
     group = read_worker_group(run)
     if group is None:
         return None
+    process = ProcessHandle(group.pid, group.process_started_at).find()
     try:
-        process = psutil.Process(group.pid)
-        is_same = abs(process.create_time() - group.process_started_at) < _SAME_START_S
-        is_ours = os.getpid() in {parent.pid for parent in process.parents()}
+        is_ours = process and os.getpid() in {parent.pid for parent in process.parents()}
     except psutil.Error:
         return None
-    return process if is_same and is_ours else None
+    return process if is_ours else None
 
 
 def _attempts_without_step(run: RunStore) -> int:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import describe_exit
 from yunlu.executors import cpu_limits, memory_limits
 from yunlu.executors.executor import (
     Capabilities,
@@ -17,7 +18,7 @@ from yunlu.executors.executor import (
     ResizeResult,
     RunStatus,
 )
-from yunlu.executors.lease_record import (
+from yunlu.executors.lease_executor import (
     Lease,
     LeaseEvent,
     LeaseRecord,
@@ -281,8 +282,8 @@ def _last_words(worker: WorkerProcess | None, lease: Lease) -> str:
     if worker is None or not worker.detached:
         return "it was never started"
     code = worker.exit_code()
-    how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
-    return f"process {worker.pid} on {lease.node} ended{how}"
+    how = "ended" if code is None else describe_exit(code)
+    return f"process {worker.pid} on {lease.node} {how}"
 
 
 def _count(text: str | None, address: str) -> int | None:

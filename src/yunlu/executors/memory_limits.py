@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from yunlu.core.cgroup import read_cgroup
+from yunlu.core.cgroup import count_oom_kills, read_cgroup
 from yunlu.core.units import show_bytes
 from yunlu.executors import cpu_limits
 
@@ -106,7 +106,7 @@ def sweep() -> None:
 def has_exceeded(group: Path) -> bool:
     """Whether a process was killed for exceeding the limit, and that was not read yet."""
     most = _read(group, "memory.max", "memory.limit_in_bytes")
-    return most is not None and most < _NO_LIMIT and _count_kills(group) > 0
+    return most is not None and most < _NO_LIMIT and count_oom_kills(group) > 0
 
 
 def describe(*, devices: int) -> str:
@@ -169,14 +169,6 @@ def _write(group: Path, most_bytes: int) -> None:
     for file in order:
         if file.exists():
             file.write_text(str(most_bytes))
-
-
-def _count_kills(group: Path) -> int:
-    for name in ("memory.events", "memory.oom_control"):
-        with suppress(OSError):
-            parts = (group / name).read_text().split()
-            return int(dict(zip(parts[::2], parts[1::2], strict=False)).get("oom_kill", 0))
-    return 0
 
 
 def _read(group: Path, *names: str) -> int | None:

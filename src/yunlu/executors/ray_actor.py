@@ -7,18 +7,21 @@ over it gives the devices back itself, whether or not anybody still looks after 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunlu import __version__
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import start_process
 from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.ray_watchdog import STOP
+
+if TYPE_CHECKING:
+    import subprocess
 
 _WATCHDOG = (sys.executable, "-m", "yunlu.executors.ray_watchdog")
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
@@ -83,11 +86,7 @@ def _start_watchdog(order: LeaseOrder, *, address: str) -> subprocess.Popen[byte
     }
     environment |= order.environment | {"YUNLU_BIND": address}
     parts = ["--raylet", str(os.getppid()), "--log", order.log, "--directory", order.directory]
-    watchdog = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [*_WATCHDOG, order.run, order.lease, *parts],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    )
+    command = [*_WATCHDOG, order.run, order.lease, *parts]
+    watchdog = start_process(command, environment=environment, is_piped=True)
     watchdog.wait()  # it continues, reparented
     return watchdog

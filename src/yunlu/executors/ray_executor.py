@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from yunlu import __version__
 from yunlu.core.settings import worker_environment
 from yunlu.executors.executor import Capabilities, ExecutorError, Reserve
-from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
-from yunlu.executors.lease_record import read_lease_events
+from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases, read_lease_events
 from yunlu.executors.ray_link import find_link
 from yunlu.executors.ray_parse import (
     ClusterSurvey,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from yunlu.executors.lease_record import Lease, LeaseRecord
+    from yunlu.executors.lease_executor import Lease, LeaseRecord
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from contextlib import suppress
 from importlib.util import find_spec
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import start_process, stop_process
 from yunlu.core.settings import ray_authentication, worker_environment
 from yunlu.executors.executor import ExecutorError
+
+if TYPE_CHECKING:
+    import subprocess
 
 _BRIDGE = (sys.executable, "-m", "yunlu.executors.ray_bridge")
 _KNOCK_S, _CONNECT_S, _ANSWER_S = 10.0, 120.0, 60.0
@@ -122,14 +124,13 @@ class _SilentError(Exception):
 class _Bridge:
     def __init__(self, address: str) -> None:
         self._noise: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
-        self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        self._process = start_process(
             [*_BRIDGE, address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._noise,
-            cwd="/",  # Ray lets workers import modules from the directory where a driver was started
-            env=worker_environment() | _QUIET | ray_authentication(),
-            start_new_session=True,
+            is_piped=True,
+            errors=self._noise,
+            directory="/",  # Ray lets workers import modules from the directory where a driver was started
+            environment=worker_environment() | _QUIET | ray_authentication(),
+            own_session=True,
         )
         self._pending = b""
         self.end = weakref.finalize(self, _end, self._process, self._noise)
@@ -175,13 +176,5 @@ class _Bridge:
 
 
 def _end(process: subprocess.Popen[bytes], noise: IO[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    try:
-        process.wait(_LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    stop_process(process, grace_s=_LEAVE_S, number=0)  # it ends with its standard input
     noise.close()

@@ -18,7 +18,7 @@ from yunlu.hardware.fleet import Node
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from yunlu.executors.lease_record import LeaseRecord
+    from yunlu.executors.lease_executor import LeaseRecord
 
 OURS = "yunlu"
 """Namespace of our actors, and prefix of every name."""

@@ -9,13 +9,10 @@ node that the cluster has given up does not go on training. It knows nothing of 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -26,7 +23,15 @@ import psutil
 
 from yunlu.core.private_files import make_directory, open_private
 from yunlu.core.private_process import make_process_private
-from yunlu.executors.lease_record import append_lease_event, read_record
+from yunlu.core.processes import (
+    SignalPipe,
+    adopt_orphans,
+    describe_exit,
+    kill_descendants,
+    reap_children,
+    start_process,
+)
+from yunlu.executors.lease_executor import append_lease_event, read_record
 from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
@@ -36,7 +41,6 @@ RAYLET_GONE = "the raylet of its node is gone"
 STOP = "stop"
 """The one command of the actor: the lease is to leave."""
 _LEASE = (sys.executable, "-m", "yunlu.executors.lease_runner")
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 _LOOK_S = 0.5
 
 
@@ -70,12 +74,13 @@ class RayWatchdog:
         self._program = 0
         self._code: int | None = None
         self._has_actor = True
-        self._wake, self._woken = socket.socketpair()
+        self._signals = SignalPipe()
 
     def keep(self, *, log: Path, directory: Path) -> str:
         """Run until no process is left; returns why they had to be killed, empty if the program exited itself."""
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-        self._listen_to_signals()
+        adopt_orphans()
+        self._signals.listen(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             self._start(log, directory)
         except OSError as error:
@@ -88,32 +93,25 @@ class RayWatchdog:
             if reason or self._code is not None:
                 self._end_all()
         if not reason and self._code is not None and self._code < 0:
-            reason = f"its process was ended by {signal.Signals(-self._code).name}"
+            reason = f"its process was {describe_exit(self._code)}"
         self._report(code=self._code, reason=reason)
         return reason
 
     def _start(self, log: Path, directory: Path) -> None:
         make_directory(log.parent)
         with open_private(log, "ab") as file:
-            child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                start_new_session=True,
-            )
+            child = start_process(self._command, log=file, directory=directory, own_session=True)
         child.returncode = 0  # waited for together with adopted processes
         self._program = child.pid
         self._report(pid=child.pid)
 
     def _wait(self) -> None:
         actor = [sys.stdin.fileno()] if self._has_actor else []
-        readable, _, _ = select.select([self._woken, *actor, *self._raylet.files], [], [], _LOOK_S)
-        if self._woken in readable:
-            with suppress(BlockingIOError):
-                if {signal.SIGTERM, signal.SIGINT} & set(self._woken.recv(4096)):
-                    self._pass_on()
+        readable, _, _ = select.select(
+            [self._signals, *actor, *self._raylet.files], [], [], _LOOK_S
+        )
+        if {signal.SIGTERM, signal.SIGINT} & self._signals.take():
+            self._pass_on()
         if sys.stdin.fileno() in readable:
             text = os.read(sys.stdin.fileno(), 4096)
             self._has_actor = bool(text)
@@ -132,36 +130,19 @@ class RayWatchdog:
 
     def _reap(self) -> bool:
         """Reap children; returns whether any process is left."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return False
-            if not pid:
-                return True
-            if pid == self._program:
-                self._code = os.waitstatus_to_exitcode(status)
+        codes, is_any_left = reap_children()
+        self._code = codes.get(self._program, self._code)
+        return is_any_left
 
     def _end_all(self) -> None:
         """Processes started meanwhile become our children, and are killed in the next round."""
-        me = psutil.Process()
         while self._reap():
-            for process in me.children(recursive=True):
-                with suppress(psutil.Error):
-                    process.kill()
+            kill_descendants()
             time.sleep(0.01)
 
     def _report(self, **fields: Any) -> None:
         with suppress(OSError):  # no reader any more
             os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
-
-    def _listen_to_signals(self) -> None:
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, _take_note)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class _WatchedProcess:
@@ -186,10 +167,6 @@ def _emit_lost(run: RunStore, name: str, reason: str) -> None:
     if lease is not None:
         with suppress(OSError):  # a full disk; or the run was removed
             append_lease_event(run, lease, "ended", reason)
-
-
-def _take_note(*_: object) -> None:
-    """Signal handler that only wakes the loop."""
 
 
 if __name__ == "__main__":

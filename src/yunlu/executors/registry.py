@@ -1,4 +1,10 @@
-"""Executor registry by address: ``local``, ``slurm://PARTITION?account=x``, ``ray://HOST:PORT``."""
+"""Executor registry by address: ``local``, ``slurm://PARTITION?account=x``, ``ray://HOST:PORT``.
+
+Addresses of clusters that the user has named: the only ones that are ever contacted.
+A run says with which executor it is, but runs are files, and may come from somebody else: connecting to
+an address that stands there would be to trust whoever wrote it. So an address counts only if it is in
+the user's settings: ``YUNLU_EXECUTORS``, or the list of addresses that the user has started something on.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,83 @@ from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from yunlu.core.errors import did_you_mean
-from yunlu.executors.executor import GROUP, Executor, ExecutorError
-from yunlu.executors.known_addresses import LOCAL, is_known, require_known, scheme_of
-from yunlu.executors.lease_record import read_record
+from yunlu.core.errors import StoreError, did_you_mean
+from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.regular_files import open_to_read
+from yunlu.core.settings import read_settings
+from yunlu.core.users import require_private
+from yunlu.executors.executor import Executor, ExecutorError
+from yunlu.executors.lease_executor import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from yunlu.runs.run_store import RunStore
+
+LOCAL = "local"
+_FILE = "executors"
+
+
+def scheme_of(address: str) -> str:
+    """The name of the executor in an address."""
+    return address.partition("?")[0].partition(":")[0]
+
+
+def is_known(address: str) -> bool:
+    """Whether the user has named this very address; processes of this machine need no address."""
+    return scheme_of(address) == LOCAL or address in _known_addresses()
+
+
+def require_known(address: str, *, named_by: str) -> None:
+    """Refuse an address that only a file names.
+
+    Args:
+        address: Of an executor.
+        named_by: The run or pool whose file names it.
+    """
+    if not is_known(address):
+        raise ExecutorError(
+            f"{named_by} names the executor {address}, which is not one of yours: "
+            "it was not contacted",
+            hint=f"if it is yours: export YUNLU_EXECUTORS={address!r}",
+        )
+
+
+def remember_address(address: str) -> None:
+    """Add an address that the user has given to the list; without a place for it, it is not kept."""
+    if is_known(address) or not address.isprintable() or address != address.strip():
+        return
+    with suppress(OSError, StoreError):
+        make_directory(_file().parent)
+        with open_private(_file(), "a", encoding="utf-8") as file:
+            file.write(f"{address}\n")
+
+
+def _known_addresses() -> frozenset[str]:
+    known = read_settings().executors
+    try:
+        with open_to_read(_file()) as file:
+            require_private(_file())
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return known
+    return known | {line.strip() for line in lines if line.strip()}
+
+
+def _file() -> Path:
+    return read_settings().config / _FILE
 
 
 def open_executor(address: str) -> Executor:
     """The executor of this address; errors of the cluster appear at the first call."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 (slow: who has no executor pays not)
+    from yunlu.spec.entry_points import (  # noqa: PLC0415 (slow: who has no executor pays not)
+        EXECUTORS,
+        load_registered,
+    )
 
-    name = scheme_of(address)
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        raise ExecutorError(f"there is no executor {name!r}", hint=did_you_mean(name, [*points]))
-    return points[name].load()(address)
+    scheme = scheme_of(address)
+    return load_registered(EXECUTORS, scheme, kind="executor", error=ExecutorError)(address)
 
 
 def executor_of(run: RunStore) -> Executor | None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import ProcessHandle, forward_signals, start_process
 from yunlu.core.settings import worker_environment
 from yunlu.core.users import require_private
-from yunlu.executors.worker_process import WorkerProcess
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
@@ -24,11 +21,11 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
 
-NODE_MODULES = ("yunlu.training.worker_group_node", "yunlu.training.asynchronous.node")
+NODE_MODULES = ("yunlu.training.topology.elastic", "yunlu.training.asynchronous.node")
 """Programs that can join a run: started by name, since nothing here imports the training room."""
 
 
-def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
+def running_workers(run: RunStore) -> Iterator[ProcessHandle]:
     """Worker processes of the run on this machine.
 
     They continue without their supervisor, and restart it within seconds.
@@ -36,12 +33,7 @@ def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
     group = read_worker_group(run)
     for worker in group.workers if group else ():
         if worker.host == socket.gethostname():
-            process = WorkerProcess(
-                pid=worker.pid,
-                process_started_at=worker.process_started_at,
-                host=worker.host,
-                detached=True,
-            )
+            process = ProcessHandle(worker.pid, worker.process_started_at)
             if process.is_alive():
                 yield process
 
@@ -49,8 +41,7 @@ def running_workers(run: RunStore) -> Iterator[WorkerProcess]:
 def kill_workers(run: RunStore) -> None:
     """Kill every worker of the run on this machine."""
     for process in running_workers(run):
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
 
 
 def find_run(host: str, port: int, token: str) -> RunStore:
@@ -93,16 +84,10 @@ def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None =
     check_joinable(run)
     group = read_worker_group(run)
     assert group is not None
-    child = subprocess.Popen(  # noqa: S603 (our own interpreter, and one of our own modules)
+    child = start_process(
         [*node_command(run, group), "--node", name, "--devices", str(devices)],
-        cwd=directory,
-        env=worker_environment(threads=1),
+        directory=directory,
+        environment=worker_environment(threads=1),
     )
-
-    # Forward stop signals: the node's workers leave with notice.
-    def forward(*_: object) -> None:
-        child.send_signal(signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    return child.wait()
+    with forward_signals(child.terminate):  # the node's workers leave with notice
+        return child.wait()

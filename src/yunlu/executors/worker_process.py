@@ -8,17 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from yunlu.core.errors import StoreError, missing_part
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import (
+    SAME_START_S,
+    ProcessHandle,
+    reap_in_background,
+    start_process,
+    start_time,
+)
 from yunlu.core.settings import worker_environment
 from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, require_local
 
@@ -34,8 +38,6 @@ SUPERVISOR = (sys.executable, "-m", "yunlu.training.elastic.supervisor")
 ASYNCHRONOUS = (sys.executable, "-m", "yunlu.training.asynchronous.supervisor")
 """Supervisor of asynchronous workers."""
 
-# The kernel rounds the instant of boot, on which start times are based, to a second.
-_SAME_START_S = 2.0
 _TELL_S = 1.0
 
 
@@ -51,27 +53,22 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         """Whether it still runs. A process on another host is assumed to."""
-        return self.host != socket.gethostname() or self._process() is not None
+        return self.host != socket.gethostname() or self._is_running()
 
     def stop(self) -> None:
         """Ask it to save and stop."""
-        process = self._process()
-        if process is not None and self.detached:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it and its process group."""
-        if self._process() is not None and self.detached:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL, to_group=True)
 
     def exit_code(self) -> int | None:
         """Exit code (negative: signal) of a child that has exited."""
         child = self._child()
         if child is None:
             return None
-        if child.poll() is None and self._process() is None:
+        if child.poll() is None and not self._is_running():
             # A background thread waits for it and is about to store the code.
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=_TELL_S)
@@ -79,19 +76,20 @@ class WorkerProcess:
 
     def _child(self) -> subprocess.Popen[bytes] | None:
         started_at, child = _children.get(self.pid, (0.0, None))
-        return child if abs(started_at - self.process_started_at) < _SAME_START_S else None
+        return child if abs(started_at - self.process_started_at) < SAME_START_S else None
 
-    def _process(self) -> psutil.Process | None:
+    def _is_running(self) -> bool:
         child = self._child()
         if child is not None and child.poll() is not None:  # reaps it, too
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            same = abs(process.create_time() - self.process_started_at) < _SAME_START_S
-        except (psutil.NoSuchProcess, ValueError, OverflowError, TypeError):  # or no number of one
-            return None
-        return process if alive and same else None
+            return False
+        return self._handle().is_alive()
+
+    def _signal(self, number: int, *, to_group: bool = False) -> None:
+        if self.detached and self._is_running():
+            self._handle().send_signal(number, to_group=to_group)
+
+    def _handle(self) -> ProcessHandle:
+        return ProcessHandle(self.pid, self.process_started_at)
 
 
 # Exit codes are known only of our own children.
@@ -143,7 +141,7 @@ def this_process() -> WorkerProcess:
     """This process: a launcher, or a program that trains in-process."""
     return WorkerProcess(
         pid=os.getpid(),
-        process_started_at=psutil.Process().create_time(),
+        process_started_at=start_time(),
         host=socket.gethostname(),
         detached=False,
     )
@@ -176,21 +174,18 @@ def start_worker(
             hint="put the directory back: relative paths in the job start from it",
         )
     with require_local(run).open_text_log(WORKER_LOG) as log:
-        child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        child = start_process(
             text,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env={**worker_environment(), **(environment or {})},
-            start_new_session=own_session,
-            process_group=None if own_session else 0,
+            log=log,
+            directory=directory,
+            environment={**worker_environment(), **(environment or {})},
+            own_session=own_session,
+            own_group=not own_session,
         )
     # A child that is not yet waited for keeps its pid, even when it has exited.
-    started_at = psutil.Process(child.pid).create_time()
+    started_at = start_time(child.pid)
     _children[child.pid] = (started_at, child)
-    # Waited for in a background thread, so that a long-lived caller collects no zombies.
-    threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
+    reap_in_background(child)
     worker = WorkerProcess(
         pid=child.pid, process_started_at=started_at, host=socket.gethostname(), detached=True
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.regular_files import check_regular
 from yunlu.hardware.device import DeviceModel, read_devices
-from yunlu.hardware.table import read_offers
+from yunlu.hardware.offer import read_offers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 from yunlu.core.value import Value
 from yunlu.hardware.catalog import CatalogError
 from yunlu.hardware.device import Kind
-from yunlu.hardware.entries import MachineEntry
+from yunlu.hardware.entries import BreakEven, MachineEntry, compare_rent
 from yunlu.hardware.offer import OWN_CLOUD
-from yunlu.hardware.ownership import BreakEven, compare_rent
 from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 
 if TYPE_CHECKING:

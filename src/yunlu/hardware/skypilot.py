@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
 from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.device_aliases import name_device, split_slice
-from yunlu.hardware.offer import Offer
-from yunlu.hardware.table import merge_regions
+from yunlu.hardware.device import name_device, split_slice
+from yunlu.hardware.offer import Offer, merge_regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

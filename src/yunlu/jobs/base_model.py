@@ -76,35 +76,41 @@ class StartingModel:
 def find_base_model(text: str | Path) -> StartingModel:
     """Find a base model: a run by its id or a unique prefix, a directory, or ``hf:NAME``."""
     name = str(text)
-    path = Path(name.removeprefix(_HF)).expanduser()
+    is_local = Path(name.removeprefix(_HF)).expanduser().is_dir()
+    if name.startswith(_HF) and not is_local:  # on the hub: checked when it is loaded
+        return StartingModel(source=name, model=ModelSpec(name=name))
+    return _from_directory(find_model_directory(name.removeprefix(_HF), or_else="hf:NAME"))
+
+
+def find_model_directory(text: str | Path, *, or_else: str = "") -> Path:
+    """Directory of an exported model: of a run by id, unique prefix or path, or as it is named."""
+    path = Path(text).expanduser()
     if path.is_dir():
         run = open_if_run(path.absolute())
         # An exported model holds a copy of the job, but no events.
-        is_run = run is not None and run.has(Log.EVENTS)
-        return _from_run(run) if run is not None and is_run else _from_directory(path.absolute())
-    if name.startswith(_HF):  # on the hub: checked when it is loaded
-        return StartingModel(source=name, model=ModelSpec(name=name))
-    if "/" in name:
+        return _exported_by(run) if run is not None and run.has(Log.EVENTS) else path.absolute()
+    others = f", or {or_else}" if or_else else ""
+    if "/" in str(text):
         raise ModelError(
-            f"There is no directory {path.absolute()} to start from.",
-            hint="name a run, a model directory, or hf:NAME for the hub",
+            f"There is no directory {path.absolute()}.",
+            hint=f"name a run, a model directory{others}",
         )
     try:
-        return _from_run(lifecycle.find(name))
+        return _exported_by(lifecycle.find(str(text)))
     except StoreError as error:
-        hint = f"{error.hint}; or name a directory, or hf:NAME" if error.hint else None
+        hint = f"{error.hint}; or name a directory{others}" if error.hint else None
         raise StoreError(error.message, hint=hint) from error
 
 
-def _from_run(run: RunStore) -> StartingModel:
+def _exported_by(run: RunStore) -> Path:
     if not run.has(Area.MODEL):
         state = lifecycle.read_record(run).state
         raise StoreError(
-            f"{run.id} has no exported model to start from: it is {state}.",
+            f"{run.id} has no exported model: it is {state}.",
             hint=f"yunlu resume {run.id} brings it to its end" if not state.is_active else
             f"wait for its end: yunlu logs -f {run.id}",
         )  # fmt: skip
-    return _from_directory(require_local(run).directory(Area.MODEL))
+    return require_local(run).directory(Area.MODEL)
 
 
 def _from_directory(directory: Path) -> StartingModel:

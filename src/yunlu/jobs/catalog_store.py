@@ -25,9 +25,8 @@ from yunlu.core.regular_files import read_regular
 from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
 from yunlu.hardware.device import MIB, PRECISIONS
 from yunlu.hardware.entries import Additions, MachineEntry, offers_of, read_additions
-from yunlu.hardware.offer import HERE, OWN_CLOUD
+from yunlu.hardware.offer import HERE, OWN_CLOUD, write_offers
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
-from yunlu.hardware.table import write_offers
 from yunlu.runs.home import private_home
 
 if TYPE_CHECKING:

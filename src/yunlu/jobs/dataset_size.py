@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import DataError
+from yunlu.planning.plan import DatasetSize
+from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from yunlu.spec.job import DataSpec, Job
 
-LANGUAGE_MODELING = "language-modeling"
 # Default of data.max_length when a text is read: blocks of a short text are short.
 _SHORT, _LONG, _MANY_BYTES = 128, 512, 8 << 20
 _SKLEARN = {"digits": 1797, "iris": 150, "wine": 178, "breast_cancer": 569, "diabetes": 442}
@@ -27,15 +27,6 @@ _LINES = {".csv": 1, ".tsv": 0, ".jsonl": 0, ".ndjson": 0, ".txt": 0, ".text": 0
 _MEDIA = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".wav", ".flac"}
 _READ_BYTES = 64 << 20
 """Of a larger file so much is read, and the rest is extrapolated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSize:
-    """Samples of each split."""
-
-    train: int
-    validation: int
-    test: int
 
 
 def measure_dataset(job: Job, *, seq: int) -> DatasetSize:
@@ -63,7 +54,7 @@ def measure_dataset(job: Job, *, seq: int) -> DatasetSize:
 
 def block_length(job: Job) -> int:
     """Tokens per sample where neither the job nor the model says."""
-    if job.task != LANGUAGE_MODELING:
+    if not traits_of(job.task).is_stream:
         return _LONG
     try:
         size = _bytes_of(job.data.train)
@@ -91,7 +82,7 @@ def _count(job: Job, source: str, seq: int) -> int:
         return _SKLEARN[name]
     if scheme == "synthetic" and name in _SYNTHETIC:
         return _SYNTHETIC[name]
-    if job.task == LANGUAGE_MODELING and not _is_table(source):
+    if traits_of(job.task).is_stream and not _is_table(source):
         tokens = _bytes_of(source) / _bytes_per_token(job)
         return max(1, round(tokens / seq))
     return sum(_count_file(file, source) for file in _files(source))

@@ -17,7 +17,7 @@ from yunlu.core.json_decode import decode_json
 from yunlu.core.private_files import check_home
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
-from yunlu.hardware.machine import Machine, PrecisionSpeed
+from yunlu.hardware.fleet import Machine, PrecisionSpeed
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,16 +13,16 @@ import psutil
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import forward_signals
 from yunlu.executors.external_launcher import (
     current_launch,
-    forward_signals,
     run_follower,
     worker_command,
 )
 from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import lifecycle
-from yunlu.jobs.follow import end_of, follow
 from yunlu.jobs.run import error_of
+from yunlu.jobs.run_log import end_of, follow
 from yunlu.runs.documents import read_job
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.run import RunRecord
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
 
 _END_S = 30.0
@@ -59,13 +60,15 @@ def find_launch(job: Job | None = None, *, waits: bool = True) -> LaunchInfo | N
     return launch
 
 
-def start_run(job: Job, launch: LaunchInfo, *, source: Path | None = None) -> RunStore:
+def start_run(
+    job: Job, launch: LaunchInfo, *, source: Path | None = None, plan: Plan | None = None
+) -> RunStore:
     """On rank 0: start a run, or resume the one of an earlier start of this launch."""
     require_training()
     previous = find_previous_run(job, launch)
     if previous is not None:
         return resume_run(previous)
-    run = lifecycle.submit(job, source=source)
+    run = lifecycle.submit(job, source=source, plan=plan)
     run.write(Document.LAUNCH, json.dumps(identify(launch)))
     lifecycle.start(run, worker_command(), own_session=False)
     return run
@@ -88,12 +91,17 @@ def join_run() -> tuple[RunStore | None, int]:
 
 
 def train_to_end(
-    job: Job | RunStore, launch: LaunchInfo, *, source: Path | None = None
+    job: Job | RunStore,
+    launch: LaunchInfo,
+    *,
+    source: Path | None = None,
+    plan: Plan | None = None,
 ) -> RunStore:
     """On any rank: train a job, or resume a run, to its end; every rank returns the same run."""
     if launch.rank:
         return _join_or_raise(launch)
-    run = start_run(job, launch, source=source) if isinstance(job, Job) else resume_run(job)
+    is_new = isinstance(job, Job)
+    run = start_run(job, launch, source=source, plan=plan) if is_new else resume_run(job)
 
     def stop() -> None:  # not in the handler: the interrupted code may hold the lock
         threading.Thread(target=lifecycle.request_stop, args=(run,), daemon=True).start()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.executor import ExecutorError
-from yunlu.executors.known_addresses import remember_address
-from yunlu.executors.lease_record import read_record as read_leases
-from yunlu.executors.registry import executor_of, is_elsewhere, is_held
+from yunlu.executors.lease_executor import read_record as read_leases
+from yunlu.executors.registry import executor_of, is_elsewhere, is_held, remember_address
 from yunlu.executors.worker_group import kill_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -67,15 +66,15 @@ def home() -> Path:
     return private_home()
 
 
-def submit(job: Job, *, source: Path | None = None) -> RunStore:
-    """Create a pending run and index it."""
+def submit(job: Job, *, source: Path | None = None, plan: Plan | None = None) -> RunStore:
+    """Create a pending run and index it; a plan is kept with it, for the worker to refine."""
     from yunlu.jobs.run_index import RunIndex  # noqa: PLC0415 (the database is slow to import)
 
     require_training()
     with RunIndex(home()) as index:  # opened first: no run is created in a home that cannot be used
         remove_stale(index.home)
         try:
-            run = create_run(job, source, index.home)
+            run = create_run(job, source, index.home, plan)
         except OSError as error:
             raise StoreError(f"the run cannot be written to {index.home}: {error}") from error
         index.refresh(run)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
 from yunlu.core.json_decode import decode_json
-from yunlu.core.settings import worker_environment
+from yunlu.core.processes import piped_process
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
 from yunlu.jobs import calibration
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure")
-_END_S = 2.0
 
 
 class ProbeError(YunluError):
@@ -98,28 +97,14 @@ def measure(on_progress: Callable[[ProbeProgress], None] | None = None) -> Machi
 
 def _read_messages() -> Iterator[dict[str, Any]]:
     """Messages of the measuring process; torch is imported there, not here."""
-    with subprocess.Popen(  # noqa: S603 - our own module
-        _PROGRAM,
-        stdin=subprocess.PIPE,  # closed if this process is killed: then the other one ends
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=worker_environment(),
-    ) as process:
+    with piped_process(_PROGRAM, errors=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield decode_json(line)
-            output = process.stderr.read().strip().splitlines()
-            raise ProbeError(
-                f"the machine could not be measured: {output[-1] if output else 'no message'}",
-                hint="yunlu doctor shows what is missing",
-            )
-        finally:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for line in process.stdout:
+            if line.startswith(b"{"):
+                yield decode_json(line)
+        output = process.stderr.read().decode(errors="replace").strip().splitlines()
+        raise ProbeError(
+            f"the machine could not be measured: {output[-1] if output else 'no message'}",
+            hint="yunlu doctor shows what is missing",
+        )

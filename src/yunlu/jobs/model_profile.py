@@ -25,12 +25,11 @@ from yunlu.planning.models.hf_config import can_describe, shape_from_config
 from yunlu.planning.models.known_models import find_config
 from yunlu.planning.models.own_models import own_adapter, own_transformer
 from yunlu.planning.models.shape import ModelShape
+from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yunlu.planning.models.hf_config import Head
-    from yunlu.planning.models.own_models import Own
     from yunlu.spec.job import Job
 
 _MEASURE = (sys.executable, "-m", "yunlu.training.model_profiler")
@@ -38,14 +37,6 @@ _MEASURE = (sys.executable, "-m", "yunlu.training.model_profiler")
 _PREFIX = "hf:"
 _BYTE_TOKENS = 259
 """Vocabulary of the tokenizer ``bytes``: each byte and three special tokens."""
-_TRANSFORMERS: dict[str, Own] = {"language-modeling": "causal", "seq2seq": "seq2seq"}
-_HEADS: dict[str, Head] = {
-    "language-modeling": "tokens",
-    "seq2seq": "tokens",
-    "text-classification": "labels",
-    "image-classification": "labels",
-    "keyword-spotting": "labels",
-}
 _PACKAGES = ("yunlu", "torch", "transformers", "peft", "keras")
 _WORDS_SHOWN = 5
 
@@ -63,13 +54,15 @@ class JobShape(Value):
     """Training samples, where the data was read."""
 
 
-def find_shape(job: Job, *, command: Sequence[str] = _MEASURE) -> JobShape:
+def find_shape(job: Job, *, command: Sequence[str] = _MEASURE, measure: bool = True) -> JobShape:
     """Shape of the job's model; measured in a subprocess only where no description is known.
 
     Args:
         job: Its task, model and data.
         command: Another program that measures, in the place of ours.
+        measure: Whether it may be measured; else a model without a description is refused.
     """
+    command = command if measure else ()
     result = _described(job, command) or _from_arguments(job) or _measured(job, command)
     seq = result.seq or result.shape.tokens_per_sample or None
     if job.data.max_length != "auto" and result.shape.kind not in {"measured", "vision"}:
@@ -99,7 +92,7 @@ def _described(job: Job, command: Sequence[str]) -> JobShape | None:
     config = {**config, **job.model.args}
     if index.is_dir() and not can_describe(config):
         return None  # it is local, so it can be measured
-    shape = shape_from_config(config, where=where, head=_HEADS.get(job.task))
+    shape = shape_from_config(config, where=where, head=traits_of(job.task).head)
     adapted = {"name": name.removeprefix(_PREFIX), "adapter": own_adapter(job.model.adapter)}
     return JobShape(shape=shape.model_copy(update=adapted), source=source)
 
@@ -113,8 +106,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _from_arguments(job: Job) -> JobShape | None:
     """Our own transformer, where the job defines the vocabulary."""
-    kind = _TRANSFORMERS.get(job.task)
-    if kind is None or job.model.name != "transformer" or job.data.max_length == "auto":
+    kind = traits_of(job.task).transformer
+    # How many labels a classifier has is known only from the data.
+    if (
+        kind is None
+        or kind == "classifier"
+        or job.model.name != "transformer"
+        or job.data.max_length == "auto"
+    ):
         return None
     if job.data.tokenizer == "bytes":
         vocabulary = _BYTE_TOKENS
@@ -157,7 +156,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
         return decode_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never downloaded, or damaged
-    config = _ask([*command, "--config", name], "")["config"]
+    config = _ask(command, "", ("--config", name))["config"]
     _keep(path, json.dumps(config))
     return config
 
@@ -170,11 +169,13 @@ def _keep(path: Path, text: str) -> None:
         pass  # without a cache the next plan measures again
 
 
-def _ask(command: Sequence[str], given: str) -> dict[str, Any]:
+def _ask(command: Sequence[str], given: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Answer of a subprocess that may import torch."""
+    if not command:
+        raise ModelError("The model is not described anywhere, and was never measured.")
     require_training()
     done = subprocess.run(  # noqa: S603 (our own interpreter and module)
-        list(command),
+        [*command, *arguments],
         input=given,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Offers a job may run on: the catalog within its goal, and this machine once probed."""
+"""Offers a job may run on, within its goal, and notes on their terms, prices and limitations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from yunlu.hardware.catalog import Catalog, CatalogError
 from yunlu.hardware.offer import HERE
+from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 from yunlu.jobs.calibration import read_calibration, this_machine
 from yunlu.planning.analytic_estimate import name_work
+from yunlu.planning.conflicts import find_conflicts
 from yunlu.planning.predict.step_time import step_time
 from yunlu.planning.search.hardware_configs import Price, group_offers
 from yunlu.planning.search.layout_search import (
@@ -22,9 +24,12 @@ from yunlu.planning.search.layout_search import (
 from yunlu.planning.search.options import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from yunlu.hardware.offer import Offer
     from yunlu.planning.calibration import Quantity
     from yunlu.planning.predict.query_batch import QueryBatch
+    from yunlu.planning.search.options import PlanOptions
     from yunlu.spec.goal import GoalSpec
     from yunlu.spec.job import Job
 
@@ -207,3 +212,45 @@ def _nothing(goal: GoalSpec, *, is_probed: bool) -> PlanError:
         f"goal: the catalog has nothing with {text}." if text else "The catalog is empty.",
         hint="yunlu catalog lists what there is; yunlu catalog add FILE adds to it",
     )
+
+
+def note_lone(job: Job) -> list[str]:
+    """Why the job must run on one device, on any hardware."""
+    return [
+        f"one device only, for {clash.key}: {clash.why}"
+        for clash in find_conflicts(job)
+        if {"dp", "fsdp", "tp", "pp"} <= set(clash.axes)
+    ]
+
+
+def note_terms(options: PlanOptions, prices: Iterable[Price]) -> list[str]:
+    """Caveats of the hardware shown."""
+    terms = {
+        (price.offer.cloud, price.offer.instance, price.offer.region): price.offer.terms
+        for price in prices
+    }
+    assumed, floor = list[str](), list[str]()
+    for option in options:
+        item = option.hardware
+        given = terms.get((item.cloud, item.instance, item.region), "")
+        if item.nodes > 1 and ASSUMED_NETWORK in given:
+            assumed.append(f"{item.cloud}:{item.instance}")
+        if item.spot and SPOT_FLOOR in given:
+            floor.append(f"{item.cloud}:{item.instance}")
+    notes: list[str] = []
+    if assumed:
+        names = ", ".join(dict.fromkeys(assumed))
+        notes.append(f"the network between nodes of {names} is assumed, not published")
+    if floor:
+        names = ", ".join(dict.fromkeys(floor))
+        notes.append(f"the spot price of {names} is the cloud's minimum: it may not be available")
+    return notes
+
+
+def note_prices(options: PlanOptions) -> list[str]:
+    """Offers without a known price, and how to set it."""
+    unknown = [option.hardware for option in options if option.hardware.dollars_per_hour is None]
+    if not unknown:
+        return []
+    names = ", ".join(sorted({f"{item.cloud}:{item.instance}" for item in unknown}))
+    return [f"no price is known of {names}; set one with: yunlu catalog add FILE"]

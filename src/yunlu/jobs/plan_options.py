@@ -14,13 +14,20 @@ from yunlu.core.units import show_duration
 from yunlu.core.value import Value
 from yunlu.jobs.calibration import usual_start_s
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.jobs.dataset_size import DatasetSize, block_length, measure_dataset
+from yunlu.jobs.dataset_size import block_length, measure_dataset
 from yunlu.jobs.model_profile import find_shape
-from yunlu.jobs.offers import calibrate_here, can_train, find_offers
-from yunlu.jobs.plan_notes import note_lone, note_prices, note_terms
+from yunlu.jobs.offers import (
+    calibrate_here,
+    can_train,
+    find_offers,
+    note_lone,
+    note_prices,
+    note_terms,
+)
 from yunlu.planning.conflicts import find_conflicts, refuse_conflicts
 from yunlu.planning.layouts import layout_from
 from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
+from yunlu.planning.plan import DatasetSize
 from yunlu.planning.planner import DEFAULT_BATCH, DEFAULT_EPOCHS, choose_batch
 from yunlu.planning.predict.constants import STACKS
 from yunlu.planning.predict.memory import StateBytes
@@ -29,8 +36,8 @@ from yunlu.planning.search.grid import LayoutRules
 from yunlu.planning.search.layout_search import EVALUATED, LayoutQuery, TrainingWork
 from yunlu.planning.search.limits import GoalLimits
 from yunlu.planning.search.options import PlanError, PlanOptions
+from yunlu.planning.search.priced_plan import OptionQuery
 from yunlu.planning.search.ranking import (
-    OptionQuery,
     choose_options,
     list_candidates,
     price_all,
@@ -40,6 +47,7 @@ from yunlu.planning.search.reasons import give_reasons
 from yunlu.planning.search.spot import START_HERE_S
 from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.spec.goal import read_span_s
+from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,18 +56,13 @@ if TYPE_CHECKING:
     from yunlu.jobs.model_profile import JobShape
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.models.shape import ModelShape
-    from yunlu.planning.search.options import PlanOption
+    from yunlu.planning.plan import Plan
     from yunlu.planning.search.ranking import RankedCandidates
     from yunlu.spec.job import Job
 
 USUAL_DEVICES = 64
 MANY_DEVICES = 512
 _AUTO_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("sgd", "momentum", "lars"), "linear"),
-    **dict.fromkeys(("adam", "adamw", "lamb"), "sqrt"),
-}
-_TEXT_TASKS = {"language-modeling", "text-classification", "seq2seq"}
 
 
 class PlanOutcome(Value):
@@ -71,20 +74,27 @@ class PlanOutcome(Value):
     """CPU seconds of the search."""
 
 
-def plan_options(job: Job, *, top: int = 3, catalog: Catalog | None = None) -> PlanOptions:
+def plan_options(
+    job: Job, *, top: int = 3, catalog: Catalog | None = None, described: JobShape | None = None
+) -> PlanOptions:
     """The best options for a job within its goal; where there are none, the nearest."""
-    return search_options(job, top=top, catalog=catalog).options
+    return search_options(job, top=top, catalog=catalog, described=described).options
 
 
 def search_options(
-    job: Job, *, top: int = 3, catalog: Catalog | None = None, everything: bool = False
+    job: Job,
+    *,
+    top: int = 3,
+    catalog: Catalog | None = None,
+    everything: bool = False,
+    described: JobShape | None = None,
 ) -> PlanOutcome:
     """As ``plan_options``; with ``everything``, also all candidates, for a plot."""
     began = time.process_time()
     if top < 1:
         raise PlanError(f"top: expected a whole number above 0, got {top}")
     catalog = catalog or open_catalog()
-    ask, notes = make_query(job, catalog)
+    ask, notes = make_query(job, catalog, described)
     weighed = rank_candidates(ask)
     if not len(weighed.layouts) and (wider := _widen(ask, job)) is not None:
         ask, weighed = wider, rank_candidates(wider)
@@ -105,9 +115,11 @@ def search_options(
     )
 
 
-def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
-    """Query of a job's options, and the assumptions made."""
-    described = find_shape(job)
+def make_query(
+    job: Job, catalog: Catalog, described: JobShape | None = None
+) -> tuple[OptionQuery, list[str]]:
+    """Query of a job's options, and the assumptions made; its model is described, or looked up."""
+    described = described or find_shape(job)
     shape, seq = described.shape, _sequence_length(job, described)
     _refuse_layout(job, shape)
     work, batches, notes = _work(job, described, seq)
@@ -126,19 +138,18 @@ def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
         least_devices=least,
         most_devices=most_devices,
     )
-    goal, optimizer = job.goal, job.train.optimizer
-    deadline = goal.deadline
+    goal, deadline = job.goal, job.goal.deadline
     ask = OptionQuery(
+        job=job,
         question=calibrate_here(question, job, batch=batches[0]),
         prices=supply.prices,
         objective=goal.objective,
         limits=GoalLimits(
             budget=goal.budget, deadline_s=None if deadline is None else read_span_s(deadline)
         ),
-        counts_tokens=job.task in _TEXT_TASKS,
+        counts_tokens=traits_of(job.task).counts_tokens,
         start_here_s=usual_start_s() or START_HERE_S,
         lr_scaling=_scaling(job, batches),
-        base_batch=optimizer.base_batch,
     )
     return ask, [*notes, *note_lone(job), *supply.notes]
 
@@ -146,7 +157,7 @@ def make_query(job: Job, catalog: Catalog) -> tuple[OptionQuery, list[str]]:
 def _sequence_length(job: Job, profile: JobShape) -> int:
     if profile.seq is not None:
         return profile.seq
-    if job.task not in _TEXT_TASKS:
+    if not traits_of(job.task).counts_tokens:
         return 1
     wanted = block_length(job)
     return min(wanted, profile.shape.longest) if profile.shape.longest else wanted
@@ -157,7 +168,7 @@ def _scaling(job: Job, batches: tuple[int, ...]) -> Rule:
     optimizer = job.train.optimizer
     if "scaling" in optimizer.model_fields_set or len(batches) == 1:
         return optimizer.scaling
-    return _RULES[optimizer.name]
+    return optimizer.traits.scaling
 
 
 def _work(job: Job, profile: JobShape, seq: int) -> tuple[TrainingWork, tuple[int, ...], list[str]]:
@@ -191,6 +202,8 @@ def _work(job: Job, profile: JobShape, seq: int) -> tuple[TrainingWork, tuple[in
         samples=samples,
         seq=seq,
         **({} if amounts is None else _evaluations(job, amounts, samples)),
+        data=amounts,
+        epochs=None if train.steps is not None else train.epochs or DEFAULT_EPOCHS,
         columns=columns,
         state=StateBytes(optimizer=optimizer_state_bytes(job, 1)),
         stack=STACKS.index("yunlu"),
@@ -201,17 +214,17 @@ def _work(job: Job, profile: JobShape, seq: int) -> tuple[TrainingWork, tuple[in
 
 def _batches(job: Job, samples: int, *, flops: float, seq: int) -> tuple[int, ...]:
     """The job's batch, or a few up to the largest without loss of sample efficiency."""
+    least = choose_batch(job, samples)
     if job.train.batch != "auto":
-        return (choose_batch(job, samples),)
-    least = min(DEFAULT_BATCH, samples)
+        return (least,)
     most = job.goal.max_batch
-    if most is None and job.task == "language-modeling":
+    if most is None and traits_of(job.task).transformer == "causal":
         epochs = job.train.epochs or DEFAULT_EPOCHS
         # The best batch for a compute budget, in tokens (DeepSeek-AI 2024, equation 1).
         most = round(0.2920 * (flops * seq * samples * epochs) ** 0.3271 / seq)
     most = min(least if most is None else most, samples)
     if most <= least:
-        return (max(most, 1),)
+        return (least,)
     doublings = int(math.log2(most / least))
     return tuple(sorted({least << power for power in {0, doublings // 2, doublings}}))
 
@@ -388,7 +401,7 @@ def _supplied(ask: OptionQuery, job: Job, catalog: Catalog, **goal: Any) -> Opti
     return replace(ask, question=corrected, prices=supply.prices)
 
 
-def _excess(ask: OptionQuery, option: PlanOption) -> float:
+def _excess(ask: OptionQuery, option: Plan) -> float:
     dollars = math.nan if option.dollars is None else option.dollars.value
     return float(ask.limits.excess(np.array([option.total_s.value]), np.array([dollars]))[0])
 

@@ -6,26 +6,30 @@ Built by reading alone, so a running, failed, lost or never-started run has a re
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from yunlu.core.metrics import lower_is_better
 from yunlu.core.secrets import mask, mask_value
-from yunlu.core.units import show_bytes
+from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.jobs.communication import read_communication
-from yunlu.jobs.comparisons import compare
 from yunlu.jobs.curves import smooth, thin
-from yunlu.jobs.health import (
-    find_issues,
-    padding_shares,
-    read_padding,
-    true_tokens,
-)
 from yunlu.jobs.report_model import (
+    ClassScore,
+    Comparison,
+    ConfusionMatrix,
     Curve,
     DataLineage,
+    EvaluationRow,
     Failure,
+    Finding,
+    Headline,
+    PaddingCost,
     Report,
     RunEnvironment,
     SavedCheckpoint,
@@ -38,24 +42,340 @@ from yunlu.jobs.run_log import (
     rates,
     read_run_log,
     samples_of_steps,
+    step_s,
 )
-from yunlu.jobs.scores import confusion_of, detailed, quote, read_evaluations
 from yunlu.jobs.worker_groups import first_failure, name_worker, read_samples, read_worker_groups
 from yunlu.runs.documents import read_raw_job
+from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from yunlu.core.value import Value
-    from yunlu.hardware.machine import Device
+    from yunlu.hardware.fleet import Device
     from yunlu.jobs.curves import Point
-    from yunlu.jobs.report_model import EvaluationRow
-    from yunlu.jobs.run_log import RunLog
-    from yunlu.runs.events import DataOpened, EnvironmentRecorded
-    from yunlu.runs.fold import RunView
+    from yunlu.jobs.report_model import WorkerGroupHistory
+    from yunlu.jobs.run_log import Record, RunLog
+    from yunlu.planning.plan import Plan
+    from yunlu.runs.events import DataOpened, EnvironmentRecorded, Evaluated
+    from yunlu.runs.fold import Incident, RunView
     from yunlu.runs.run_store import RunStore
+
+_TOTALS = ("total_s", "dollars")
+_QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
+
+
+def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
+    """Every quantity of a prediction, where known."""
+    predicted = plan.prediction.model_dump() if plan else {}
+    estimate = plan.estimate.model_dump() if plan and plan.estimate else {}
+    intervals = estimate.get("intervals", {})
+    measured = _measured(log, predicted)
+    estimate = {
+        # Without an interval the total has a part that was not predicted: start-up.
+        quantity: value
+        for quantity, value in estimate.items()
+        if quantity not in _TOTALS or quantity in intervals
+    }
+    rows: list[Comparison] = []
+    for quantity in _QUANTITIES:
+        expected, seen = predicted.get(quantity), measured.get(quantity)
+        so_far, interval = quantity in _TOTALS and not complete, intervals.get(quantity)
+        ratio = seen / expected if expected and seen is not None and not so_far else None
+        inside = None
+        if interval is not None and seen is not None and not so_far:
+            inside = interval[0] <= seen <= interval[1]
+        rows.append(
+            Comparison(
+                quantity=quantity,
+                estimated=estimate.get(quantity),
+                interval=interval,
+                predicted=expected,
+                measured=seen,
+                ratio=ratio,
+                inside=inside,
+                so_far=so_far,
+            )
+        )
+    return tuple(rows)
+
+
+def _measured(log: RunLog, predicted: dict[str, Any]) -> dict[str, float | None]:
+    """Measured by the worker; before it reports, computed from its records."""
+    if log.view.measured is not None:
+        return log.view.measured.model_dump()
+    memory = [value for _, value in points(log.records, "memory_bytes")]
+    samples = samples_of_steps(log.records)
+    # As in the worker: a step consists of data wait and compute; a stall is not part of it.
+    busy = sorted(step_s(record) for record in log.records)
+    busy_s = sum(busy)
+    total_s = log.wall_s or None
+    price, planned_s = predicted.get("dollars"), predicted.get("total_s")
+    return {
+        "memory_bytes": max(memory, default=None),
+        "step_s": busy[len(busy) // 2] if busy_s else None,
+        "samples_per_s": sum(samples.values()) / busy_s if busy_s and samples else None,
+        "total_s": total_s,
+        "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
+    }
+
+
+def read_evaluations(log: RunLog, *, wanted: str) -> tuple[str, tuple[EvaluationRow, ...]]:
+    """The headline metric and all evaluations: validation by step, the test split last.
+
+    The metric is the one ``wanted`` for, else the one that the task names first.
+    """
+    result = _by_split_and_step(log)
+    order = sorted(result, key=lambda key: (key[0] == "test", key[0] != "validation", key[1]))
+    rows = [_row(result[key]) for key in order]
+    names = [name for row in rows for name in row.metrics]
+    metric = wanted if wanted in {*names, "loss"} else next(iter(names), "loss")
+    best = _best([row for row in rows if row.split == "validation"], metric)
+    return metric, tuple(row.model_copy(update={"best": row is best}) for row in rows)
+
+
+def quote(metric: str, rows: Sequence[EvaluationRow]) -> Headline | None:
+    """The metric on the test split, else the best on the validation split."""
+    tested = [row for row in rows if row.split == "test"]
+    quoted = tested or [row for row in rows if row.best] or list(rows)
+    if not quoted:
+        return None
+    row = quoted[-1]
+    return Headline(metric=metric, value=_score(row, metric), split=row.split, step=row.step)
+
+
+def detailed(log: RunLog, rows: Sequence[EvaluationRow]) -> Evaluated | None:
+    """The evaluation to show in detail: of the test split, else the best, else the last."""
+    scored = _by_split_and_step(log)
+    for row in sorted(
+        rows, key=lambda row: (row.split == "test", row.best, row.step), reverse=True
+    ):
+        evaluation = scored[row.split, row.step]
+        if evaluation.confusion or evaluation.examples:
+            return evaluation
+    return None
+
+
+def confusion_of(evaluation: Evaluated | None) -> ConfusionMatrix | None:
+    """The confusion matrix with precision, recall and F1 of each label."""
+    confusion = evaluation.confusion if evaluation else None
+    if evaluation is None or confusion is None or not confusion.labels:
+        return None
+    counts = confusion.counts
+    columns = [sum(column) for column in zip(*counts, strict=True)]
+    return ConfusionMatrix(
+        split=evaluation.split,
+        step=evaluation.step,
+        labels=confusion.labels,
+        counts=counts,
+        classes=tuple(
+            _class_score(label, counts[i][i], taken=columns[i], support=sum(counts[i]))
+            for i, label in enumerate(confusion.labels)
+        ),
+    )
+
+
+def _by_split_and_step(log: RunLog) -> dict[tuple[str, int], Evaluated]:
+    return {(event.split, event.step): event for event in log.view.evaluations}
+
+
+def _row(evaluation: Evaluated) -> EvaluationRow:
+    return EvaluationRow(
+        split=evaluation.split,
+        step=evaluation.step,
+        loss=evaluation.loss,
+        metrics=evaluation.metrics,
+        seconds=evaluation.seconds,
+        best=False,
+    )
+
+
+def _best(rows: Sequence[EvaluationRow], metric: str) -> EvaluationRow | None:
+    ranked = [row for row in rows if math.isfinite(_score(row, metric))]
+    sign = 1 if lower_is_better(metric) else -1
+    # As the worker ranks checkpoints: ties go to the lower loss, then to the earlier step.
+    return min(
+        ranked, key=lambda row: (sign * _score(row, metric), row.loss, row.step), default=None
+    )
+
+
+def _score(row: EvaluationRow, metric: str) -> float:
+    value = row.metrics.get(metric, row.loss if metric == "loss" else None)
+    return math.nan if value is None else value
+
+
+def _class_score(label: str, right: int, *, taken: int, support: int) -> ClassScore:
+    return ClassScore(
+        label=label,
+        precision=right / taken if taken else None,
+        recall=right / support if support else None,
+        f1=2 * right / (taken + support) if taken + support else None,
+        support=support,
+    )
+
+
+_MUCH_PADDING = 0.2
+_MUCH_WAITING = 0.4
+_LITTLE_EFFECTIVE = 0.95
+_FAR = 2.0
+"""A batch this many times above or below the noise scale is reported."""
+
+
+def read_padding(records: Sequence[Record]) -> PaddingCost | None:
+    """Tokens and padding of the whole run, where samples have lengths."""
+    tokens = sum(record["tokens"] for record in records if "tokens" in record)
+    if not tokens:
+        return None
+    return PaddingCost(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
+
+
+def padding_shares(records: Sequence[Record]) -> list[Point]:
+    """Share of padding in each step's tokens."""
+    return [
+        (int(record["step"]), record.get("padding", 0.0) / record["tokens"])
+        for record in records
+        if record.get("tokens")
+    ]
+
+
+def true_tokens(records: Sequence[Record]) -> dict[int, float]:
+    """Tokens of each step that are not padding."""
+    return {
+        int(record["step"]): record["tokens"] - record.get("padding", 0.0)
+        for record in records
+        if "tokens" in record
+    }
+
+
+def find_issues(
+    log: RunLog,
+    *,
+    plan: Plan | None,
+    incidents: Sequence[Incident],
+    padding: PaddingCost | None,
+    worker_group: WorkerGroupHistory | None = None,
+) -> tuple[Finding, ...]:
+    """Issues, the most serious first."""
+    result = [
+        *_worker_group_issues(worker_group),
+        *_about_memory(incidents),
+        *_about_rollbacks(incidents),
+        *_about_skips(incidents),
+        *_about_precision(incidents),
+        *_about_noise(log.records),
+        *_about_padding(padding, plan),
+    ]
+    return tuple(Finding(key=key, fields=fields) for key, fields in result)
+
+
+_Said = tuple[str, dict[str, str]]
+
+
+def _worker_group_issues(worker_group: WorkerGroupHistory | None) -> Iterator[_Said]:
+    if worker_group is None:
+        return
+    if (
+        worker_group.effective is not None
+        and worker_group.effective < _LITTLE_EFFECTIVE
+        and len(worker_group.changes) > 1
+    ):
+        before, worst = max(pairwise(worker_group.changes), key=lambda pair: pair[1].lost_s or 0.0)
+        yield (
+            "effective",
+            {
+                "share": f"{worker_group.effective * 100:.1f} %",
+                "lost": show_duration(worker_group.lost_s),
+                "step": f"{worst.from_step:,}",
+                "move": f"{before.layout} → {worst.layout}",
+                "most": show_duration(worst.lost_s or 0.0),
+            },
+        )
+    if worker_group.redone_steps:
+        yield "redone", {"count": f"{worker_group.redone_steps:,}"}
+    if worker_group.stragglers:
+        worst = max(worker_group.stragglers, key=lambda item: item.ratio)
+        yield (
+            "straggler",
+            {
+                "worker": worst.worker,
+                "rank": "–" if worst.rank is None else str(worst.rank),
+                "host": worst.host or "–",
+                "ratio": f"{worst.ratio:.1f}",
+                "step": "–" if worst.step is None else f"{worst.step:,}",
+            },
+        )
+    if (
+        worker_group.communication_share is not None
+        and worker_group.communication_share > _MUCH_WAITING
+    ):
+        yield "communication", {"share": f"{worker_group.communication_share * 100:.0f} %"}
+
+
+def _about_memory(incidents: Sequence[Incident]) -> Iterator[_Said]:
+    exhausted = [event for event in incidents if isinstance(event, MemoryExhausted)]
+    if exhausted:
+        last = exhausted[-1]
+        yield (
+            "out_of_memory",
+            {
+                "count": str(len(exhausted)),
+                "step": f"{last.step:,}",
+                "micro_batch": str(last.micro_batch),
+            },
+        )
+
+
+def _about_rollbacks(incidents: Sequence[Incident]) -> Iterator[_Said]:
+    rollbacks = [event for event in incidents if isinstance(event, RolledBack)]
+    if rollbacks:
+        moves = [f"{event.step:,} → {event.to_step:,}" for event in rollbacks[:5]]
+        more = ", …" if len(rollbacks) > len(moves) else ""
+        yield "rollback", {"count": str(len(rollbacks)), "moves": ", ".join(moves) + more}
+
+
+def _about_skips(incidents: Sequence[Incident]) -> Iterator[_Said]:
+    skipped = [event for event in incidents if isinstance(event, StepSkipped)]
+    why = Counter[str](event.reason for event in skipped)
+    # A loss scale that is too large is normal while the right one is searched: reported apart.
+    overflows = why.pop("overflow", 0)
+    if why:
+        first = next(event for event in skipped if event.reason != "overflow")
+        fields = {"count": why.total(), "not_finite": why["not finite"], "spikes": why["spike"]}
+        yield (
+            "skip",
+            {key: str(count) for key, count in fields.items()} | {"step": f"{first.step:,}"},
+        )
+    if overflows:
+        yield "overflow", {"count": str(overflows)}
+
+
+def _about_precision(incidents: Sequence[Incident]) -> Iterator[_Said]:
+    moves = [event for event in incidents if isinstance(event, PrecisionChanged)]
+    if not moves:
+        return
+    newest = {event.module: event.to for event in moves}
+    fields = {"full": str(sum(to == "full" for to in newest.values())), "moves": str(len(moves))}
+    yield "precision", fields | {"share": f"{moves[-1].low_share * 100:.0f} %"}
+
+
+def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
+    """McCandlish et al. (2018), section 2.2: B samples teach 1 / (1 + scale / B) of the most."""
+    scales = [(step, scale) for step, scale in points(records, "noise_scale") if scale > 0]
+    late = [scale for _, scale in scales[len(scales) * 3 // 4 :] if math.isfinite(scale)]
+    sizes = list(samples_of_steps(records).values())
+    if not late or not sizes:
+        return
+    scale, batch = median(late), median(sizes[len(sizes) * 3 // 4 :])
+    index = "below" if batch * _FAR < scale else "above" if batch > scale * _FAR else "near"
+    yield f"noise_{index}", {"batch": show_count(round(batch)), "scale": show_count(round(scale))}
+
+
+def _about_padding(padding: PaddingCost | None, plan: Plan | None) -> Iterator[_Said]:
+    if padding is not None and padding.share > _MUCH_PADDING and plan and plan.padding == "pad":
+        yield "padding", {"share": f"{padding.share * 100:.0f} %"}
+
 
 V = TypeVar("V", bound="Value")
 

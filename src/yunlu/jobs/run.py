@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError, error_of_code
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import describe_exit
 from yunlu.core.secrets import mask
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
@@ -19,20 +20,18 @@ from yunlu.executors.worker_process import (
     recorded_worker,
     worker_lock_is_free,
 )
-from yunlu.runs.events import ErrorRaised, StateChanged
+from yunlu.runs.events import ErrorRaised, StateChanged, is_step
 from yunlu.runs.fold import RunSummary, advance, fold
 from yunlu.runs.home import find_links, find_runs
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, log_end
 from yunlu.runs.states import RunState, check_move
-from yunlu.runs.step_metrics import is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from yunlu.runs.events import Event
+    from yunlu.runs.events import Event, StepMetrics
     from yunlu.runs.run_store import RunStore
-    from yunlu.runs.step_metrics import StepMetrics
 
 _TAIL_BYTES = 32_768
 MEMORY = "memory"
@@ -253,10 +252,9 @@ def _last_words(run: RunStore, record: RunRecord) -> str:
     if code is None:
         return f"the worker (process {worker.pid}) vanished without a word"
     if code < 0:
-        name = signal.Signals(-code).name
-        note = "; the system does that when memory runs out" if name == "SIGKILL" else ""
-        return f"the worker (process {worker.pid}) was ended by {name}{note}"
-    return f"the worker (process {worker.pid}) ended with exit code {code} without a word"
+        note = "; the system does that when memory runs out" if code == -signal.SIGKILL else ""
+        return f"the worker (process {worker.pid}) was {describe_exit(code)}{note}"
+    return f"the worker (process {worker.pid}) {describe_exit(code)} without a word"
 
 
 def _whole_records(lines: list[bytes]) -> Iterator[StepMetrics]:

@@ -10,7 +10,6 @@ from yunlu.core.errors import StoreError, YunluError, error_of_code
 from yunlu.core.secrets import mask
 from yunlu.core.value import Value
 from yunlu.executors.registry import unknown_executor
-from yunlu.jobs.follow import LogCursor, RunUpdate, end_of
 from yunlu.jobs.run import (
     UNREADABLE,
     RunRecord,
@@ -19,6 +18,7 @@ from yunlu.jobs.run import (
     log_tail,
     remaining_s,
 )
+from yunlu.jobs.run_log import LogCursor, RunUpdate, end_of
 from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import (  # noqa: TC001 - pydantic reads them

@@ -15,16 +15,24 @@ from rich.text import Text
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.figures import check_plot_directory, write_plots
-from yunlu.lab.simulation.policies import POLICIES, make_policy
-from yunlu.lab.simulation.profiles import load_profiles
-from yunlu.lab.simulation.rules import Faults, SimulationRules
-from yunlu.lab.simulation.sia_rules import SLOWDOWN, apply_sia_rules, load_typed_profiles
+from yunlu.lab.simulation.policies import (
+    TYPE_AWARE,
+    make_policy,
+    make_type_aware_policy,
+    policy_names,
+)
+from yunlu.lab.simulation.profiles import SimulationError, load_profiles, load_workloads
+from yunlu.lab.simulation.sia import SLOWDOWN, apply_sia_rules, load_typed_profiles
+from yunlu.lab.simulation.simulator import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate as replay
-from yunlu.lab.simulation.tables import SimulationError
-from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
-from yunlu.lab.simulation.workload import load_workloads
-from yunlu.render.terminal.console import TerminalConsole
-from yunlu.render.terminal.page import ACCENT, indented, make_console, plain_table, print_json
+from yunlu.render.terminal.page import (
+    ACCENT,
+    TerminalConsole,
+    indented,
+    make_console,
+    plain_table,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +41,8 @@ if TYPE_CHECKING:
 
     from yunlu.hardware.fleet import Node
     from yunlu.lab.simulation.policies import SimulatedPolicy
-    from yunlu.lab.simulation.profiles import Profiles
-    from yunlu.lab.simulation.result import SimulationResult
-    from yunlu.lab.simulation.workload import Workload
+    from yunlu.lab.simulation.profiles import Profiles, Workload
+    from yunlu.lab.simulation.simulator import SimulationResult
 
     Runs = dict[str, list[SimulationResult]]
 
@@ -102,7 +109,7 @@ def simulate(
     _check(rules, faults)
     names = [name.strip() for text in policy for name in text.split(",") if name.strip()]
     if not names:
-        raise SimulationError(f"--policy: name a policy; known: {', '.join(POLICIES)}.")
+        raise SimulationError(f"--policy: name a policy; known: {', '.join(policy_names())}.")
     nodes = parse_cluster(cluster)
     types = dict.fromkeys(node.type for node in nodes)
     for name in names:  # a misspelt name should fail before the others are simulated

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from yunlu.lab.spot.comparison import PolicySummary
-    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
+    from yunlu.lab.spot.replay import PolicySummary
+    from yunlu.scheduler.spot import DeadlineJob, SpotMarket
 
 _HOUR_S = 3600.0
 Words = Annotated[str | None, Parameter(show_default=False)]
@@ -72,11 +72,11 @@ def spot(
     """
     import numpy as np  # noqa: PLC0415 - other verbs do not need it
 
-    from yunlu.lab.spot.comparison import draw_starts, replay_jobs, summarise_policies  # noqa: PLC0415
+    from yunlu.lab.spot.replay import draw_starts, replay_jobs, summarise_policies  # noqa: PLC0415
 
     job = _make_job(work, deadline, restart)
     if plot is not None:
-        from yunlu.lab.spot.plot import check_spot_plot  # noqa: PLC0415
+        from yunlu.lab.spot.figures import check_spot_plot  # noqa: PLC0415
 
         check_spot_plot(plot)
     random = np.random.default_rng(seed)
@@ -85,15 +85,15 @@ def spot(
         market for market in markets if len(market) * market.step_s > job.deadline_s
     ] or markets
     if interruptions:
-        from yunlu.lab.spot.interruptions import interrupt  # noqa: PLC0415
-        from yunlu.scheduler.spot.prior import PRIOR  # noqa: PLC0415
+        from yunlu.lab.spot.traces import interrupt  # noqa: PLC0415
+        from yunlu.scheduler.spot import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(market, PRIOR, random=random) for market in markets]
     begun = draw_starts(markets, job, per_market=starts, random=random)
     trials = replay_jobs(job, begun, knows_past=past, with_optimum=optimum)
     standings = summarise_policies(trials)
     if plot is not None:
-        from yunlu.lab.spot.plot import write_spot_plot  # noqa: PLC0415
+        from yunlu.lab.spot.figures import write_spot_plot  # noqa: PLC0415
 
         write_spot_plot(
             job, trials, dict(zip([market.name for market in markets], markets, strict=True)), plot
@@ -120,7 +120,7 @@ def spot(
 
 
 def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
-    from yunlu.scheduler.spot.values import DeadlineJob  # noqa: PLC0415 - imports numpy's types only
+    from yunlu.scheduler.spot import DeadlineJob  # noqa: PLC0415 - imports numpy's types only
 
     if not (work > 0 and restart >= 0):
         raise SpotError("--work must be above 0 and --restart not below it.")

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from yunlu.hardware.links import Link
+from yunlu.hardware.fleet import Link
 from yunlu.planning.calibration import NOISE, VERSION, Z_80, Calibration
 from yunlu.planning.plan import AnalyticPrediction
 from yunlu.planning.predict.local import own_s, pass_s, per_sample_s, update_s
@@ -183,7 +183,9 @@ def predict_from(
             price, (low, high) = result.dollars / result.total_s, intervals["total_s"]
             intervals["dollars"] = (price * low, price * high)
     return AnalyticPrediction(
-        **result.model_copy(update={"memory_bytes": memory}).model_dump(exclude={"basis"}),
+        **result.model_copy(update={"memory_bytes": memory}).model_dump(
+            exclude={"basis", "intervals"}
+        ),
         intervals=intervals,
         raw={"step_s": raw.step_s, "memory_bytes": raw.memory_bytes},
         version=VERSION,

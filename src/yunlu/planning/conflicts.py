@@ -58,8 +58,8 @@ def find_conflicts(job: Job) -> Iterator[Conflict]:
     """All conflicts between the job and parallel axes."""
     yield from _clashes_with_any(job)
     train, optimizer = job.train, job.train.optimizer
-    if optimizer.name in {"lamb", "lars"}:
-        why = f"{optimizer.name} needs the norm of each whole weight, and the weights are cut"
+    if optimizer.traits.needs_whole_weights:
+        why = f"{optimizer.name} needs each weight whole, and the weights are cut"
         yield Conflict("train.optimizer.name", ("fsdp", "tp"), why)
     if optimizer.state == "8bit":
         why = "its blocks of 256 numbers would be cut"

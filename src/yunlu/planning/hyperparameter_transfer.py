@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.core.units import show_count
+from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -166,14 +167,14 @@ def advise(
 def why_no_rule(job: Job) -> str:
     """Why no rule covers a job of any size; empty where one does."""
     model, optimizer = job.model, job.train.optimizer
-    if job.task != "language-modeling":
+    if traits_of(job.task).transformer != "causal":
         return f"the rules are of language models, not of {job.task}"
     is_hf = model.name.startswith("hf:")
     if model.weights is not None or model.adapter is not None or (is_hf and model.pretrained):
         return "the rules are of training from scratch"
     if not is_hf and model.name != "transformer":
         return f"the rules are of transformers, and {model.name} may be anything"
-    if optimizer.name not in {"adam", "adamw"}:
+    if not optimizer.traits.has_rate_laws:
         return f"the rules are of Adam, not of {optimizer.name}"
     if "mup_base" in model.args:
         return "under model.args.mup_base the rate is that of the base width"

@@ -104,7 +104,7 @@ def rate_rule(train: TrainSpec) -> AdaptedRule:
         return spec.rate
     if optimizer.scaling != "none":
         return optimizer.scaling
-    return "gain" if optimizer.name in {"sgd", "momentum", "lars"} else "sqrt"
+    return "gain" if optimizer.traits.scaling == "linear" else "sqrt"
 
 
 def rate_factor(rule: AdaptedRule, batch: int, base_batch: int, *, gain: float) -> float:

@@ -1,19 +1,30 @@
-"""Plan: decisions for one run, their reasons, and the prediction."""
+"""Plan: decisions for one run, their reasons, and the prediction.
+
+The same value before anyone pays (predicted, on priced hardware) and in the worker (refined by measurements).
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from yunlu.core.value import Value
-from yunlu.hardware.links import Link
+from yunlu.hardware.device import Kind
+from yunlu.hardware.fleet import Link
+from yunlu.hardware.offer import HERE
+from yunlu.planning.explain import explain_plan
+from yunlu.planning.large_batch import Rule
 from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.split_constraints import SplitConstraints
+from yunlu.spec.optimizers import Kernel
 
+Basis = Literal["analytic", "measured"]
+"""Where figures come from: counted operators and fitted models, or passes timed on the hardware itself."""
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compiler = Literal["none", "inductor", "xla"]
-Kernel = Literal["fused", "foreach", "single"]
 Padding = Literal["pad", "bucket", "pack"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -23,11 +34,54 @@ def _read_layout(value: Any) -> Any:
     return (parse_layout(value) or value) if isinstance(value, str) else value
 
 
+class Interval(Value):
+    """Expected value and 80 % interval."""
+
+    value: float
+    low: float
+    """10 % quantile."""
+    high: float
+    """90 % quantile."""
+
+    def times(self, factor: float) -> Interval:
+        """All three, multiplied."""
+        return Interval(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+
+class Hardware(Value):
+    """Nodes of one kind; by default this machine, of which nothing is known yet."""
+
+    cloud: str = HERE
+    """``here`` for this machine."""
+    instance: str = ""
+    region: str = ""
+    nodes: int = 1
+    device: str = ""
+    devices_per_node: int = 1
+    spot: bool = False
+    """Whether the cloud may preempt them."""
+    dollars_per_hour: float | None = None
+    """Price of all nodes; None where unknown."""
+    memory_bytes: float = 0.0
+    """Memory of one device."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        """Such as ``aws p5.48xlarge x 2, spot``."""
+        name = self.cloud if self.cloud == HERE else f"{self.cloud} {self.instance}"
+        count = f" x {self.nodes}" if self.nodes > 1 else ""
+        return f"{name}{count}{', spot' if self.spot else ''}"
+
+
 class StepSettings(Value):
     """How a step is computed: what start-up may vary without changing the objective."""
 
     threads: int
-    """CPU threads for compute."""
+    """CPU threads for compute; 0 before a worker has chosen them."""
     micro_batch: int
     """Samples per forward pass."""
     precision: PrecisionName = "fp32"
@@ -56,9 +110,18 @@ class AutotuneTrial(Value):
     """Measured by an earlier run of the same shape."""
 
 
-class Profile(Value):
-    """Measurements of a model and its data, as plain numbers."""
+class DatasetSize(Value):
+    """Samples of each split."""
 
+    train: int
+    validation: int
+    test: int
+
+
+class Profile(Value):
+    """A model and its data as plain numbers, measured or predicted."""
+
+    basis: Basis = "measured"
     parameters: int
     trainable: int
     activation_bytes_per_sample: float
@@ -110,27 +173,43 @@ class Choice(Value):
     """Set by the user rather than chosen."""
 
 
+class PlanChange(Value):
+    """A decision or figure of the submitted plan that measurements changed."""
+
+    name: str
+    planned: str
+    refined: str
+    reason: str
+
+
 class Prediction(Value):
     """Predicted memory, time and cost of a plan."""
 
-    basis: Literal["analytic", "measured"] = "measured"
-    """Counted operators, or passes timed at start-up."""
+    basis: Basis = "measured"
     memory_bytes: float
     """Of one worker."""
     step_s: float
     samples_per_s: float
+    tokens_per_s: float | None = None
+    """None where samples have no tokens, or nobody counted them."""
     total_s: float
-    """From the start of the worker to the finished model."""
+    """To the finished model: from the start of the worker, or from requesting the nodes."""
     dollars: float | None
     """None where the machine has no price."""
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """10 to 90 % interval of some quantities."""
+    memory_parts: dict[str, float] = Field(default_factory=dict)
+    """Bytes by component; empty where they were not told apart, as below."""
+    step_parts: dict[str, float] = Field(default_factory=dict)
+    """Seconds of a step by component."""
+    total_parts: dict[str, float] = Field(default_factory=dict)
+    """Seconds in total: start-up, steps, evaluation, interruptions."""
 
 
 class AnalyticPrediction(Prediction):
     """Prediction before any pass is timed: from counted operators and the machine's profile."""
 
-    basis: Literal["analytic", "measured"] = "analytic"
-    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    """10 to 90 % interval of some quantities."""
+    basis: Basis = "analytic"
     raw: dict[str, float] = Field(default_factory=dict)
     """Before corrections by earlier runs: the next calibration compares with this."""
     version: int = 1
@@ -150,9 +229,13 @@ class Measurement(Prediction):
 
 
 class Plan(StepSettings):
-    """Everything the worker needs to know beyond the job."""
+    """Everything that was decided about a run beyond its job, and what is predicted of it."""
 
-    device: Literal["cpu", "cuda", "mps"]
+    hardware: Hardware = Hardware()
+    """Nodes it was made for."""
+    reason: str = ""
+    """Why it won or lost, where it is one of several options."""
+    device: Kind
     devices: int = 1
     """Requested workers; a layout may use fewer."""
     layout: Annotated[Layout, BeforeValidator(_read_layout)] = Layout()
@@ -178,19 +261,116 @@ class Plan(StepSettings):
     """Passes over the data in all."""
     warmup_steps: int
     lr: float
+    lr_scaling: Rule = "none"
+    """How the learning rate scales with the batch."""
+    lr_factor: float = 1.0
+    """Factor on the rate of the job's ``base_batch``."""
     weight_decay: float
     evaluate_every: int
     """Steps; 0 means never."""
     checkpoint_every: int
     best_metric: str
-    """Metric of the best checkpoint."""
+    """Metric of the best checkpoint; ``auto`` before a worker has opened the task."""
     stopping_metric: str
     """Metric of early stopping and the plateau schedule."""
     workers: int
     choices: tuple[Choice, ...]
+    refinements: tuple[PlanChange, ...] = ()
+    """Where the worker departed from the plan that was submitted."""
     trials: tuple[AutotuneTrial, ...] = ()
     """Settings that were tried, in order."""
     prediction: Prediction
-    """From passes timed at start-up."""
+    """Before anyone pays from fitted models; in the worker from passes timed at start-up."""
     estimate: AnalyticPrediction | None = None
-    """Analytic prediction; None where operators could not be counted."""
+    """What the worker expected before it timed anything; None where operators could not be counted."""
+    _again: Callable[[dict[str, Any]], Plan] | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        # Not compared: whether a plan can be predicted again.
+        return isinstance(other, Plan) and self.__dict__ == other.__dict__
+
+    __hash__ = Value.__hash__
+
+    def replace(self, **changes: Any) -> Plan:
+        """The same hardware with another layout or work, predicted and checked again.
+
+        Args:
+            changes: ``dp``, ``fsdp``, ``tp``, ``pp``, ``zero1``, ``batch``, ``micro_batch``,
+                ``recompute``, ``precision``, ``nodes``, ``spot``. What is not said stays, but
+                ``dp``, ``fsdp`` and ``micro_batch`` follow where they must.
+        """
+        if self._again is None:
+            raise TypeError("a plan read from a file has forgotten its job: plan it again")
+        return self._again(changes)
+
+    def with_recall(self, again: Callable[[dict[str, Any]], Plan]) -> Plan:
+        """The same, with the query to predict it again."""
+        copy = self.model_copy()
+        copy._again = again
+        return copy
+
+    @property
+    def memory_bytes(self) -> Interval:
+        """Peak of one device."""
+        return self._interval("memory_bytes", self.prediction.memory_bytes)
+
+    @property
+    def headroom(self) -> float:
+        """Free share of the device's memory even at the 90 % quantile."""
+        return 1.0 - self.memory_bytes.high / max(self.hardware.memory_bytes, 1.0)
+
+    @property
+    def step_s(self) -> Interval:
+        """Of one step."""
+        return self._interval("step_s", self.prediction.step_s)
+
+    @property
+    def samples_per_s(self) -> Interval:
+        """Of all devices together."""
+        return self._interval("samples_per_s", self.prediction.samples_per_s)
+
+    @property
+    def tokens_per_s(self) -> Interval | None:
+        """None where samples have no tokens."""
+        figure = self.prediction.tokens_per_s
+        return None if figure is None else self._interval("tokens_per_s", figure)
+
+    @property
+    def total_s(self) -> Interval:
+        """To the finished model."""
+        return self._interval("total_s", self.prediction.total_s)
+
+    @property
+    def dollars(self) -> Interval | None:
+        """None where the price is unknown."""
+        figure = self.prediction.dollars
+        return None if figure is None else self._interval("dollars", figure)
+
+    def _interval(self, quantity: str, value: float) -> Interval:
+        low, high = self.prediction.intervals.get(quantity, (value, value))
+        return Interval(value=value, low=low, high=high)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Values for ``--set`` that train a job exactly so."""
+        layout = {axis: self.layout.size_of(axis) for axis in ("dp", "fsdp", "tp", "pp")}
+        switches = {name: True for name in ("sequence", "zero1") if getattr(self.layout, name)}
+        stages = self.layout.stages_per_rank
+        more = {"schedule": "interleaved", "stages_per_rank": stages} if stages > 1 else {}
+        return (
+            f"devices={self.layout.world}",
+            f"layout={json.dumps({**layout, **switches, **more})}",
+            f"train.batch={self.batch}",
+            f"train.micro_batch={self.micro_batch}",
+            f"train.recompute={self.recompute}",
+            f"train.precision={self.precision}",
+            *([] if self.lr_scaling == "none" else [f"train.optimizer.scaling={self.lr_scaling}"]),
+        )
+
+    def explain(self) -> str:
+        """Memory and time by component."""
+        return explain_plan(self)
+
+    def to_json(self) -> str:
+        """Everything, for programs."""
+        return self.model_dump_json(indent=2)

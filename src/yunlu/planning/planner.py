@@ -1,4 +1,4 @@
-"""``make_plan``: decide everything a job leaves open, from a measured profile, with reasons."""
+"""The planner: decide everything a job leaves open, with reasons, before anyone pays and in the worker."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from yunlu.planning.large_batch import (
     warmup_steps_for,
 )
 from yunlu.planning.large_batch import count_steps as steps_of
-from yunlu.planning.plan import Choice, Plan, Prediction
-from yunlu.planning.splitting import (
-    MEMORY_SHARE,
-    optimizer_state_bytes,
-    predict_split_memory_bytes,
-    predict_split_step_s,
-    split_work,
-)
+from yunlu.planning.layout import Layout
+from yunlu.planning.plan import Choice, Hardware, Plan, Prediction
+from yunlu.planning.split_constraints import SplitConstraints, WorkerShare, peak_parts
+from yunlu.planning.splitting import MEMORY_SHARE, optimizer_state_bytes, split_work, time_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yunlu.hardware.machine import Device, Machine
+    from yunlu.hardware.device import Kind
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.analytic_estimate import AnalyticEstimate
     from yunlu.planning.plan import Profile
     from yunlu.planning.splitting import Split
@@ -41,16 +38,12 @@ DEFAULT_BATCH = 32
 SAVE_EVERY_S = 60.0
 WORKERS_PAY_ABOVE_S = 5e-3
 
-# Peak learning rates that train most models from scratch; pretrained weights move less.
-_RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "adamw": 1e-3, "lamb": 2e-3, "lars": 1.0}
-_FINE_TUNING_RATES = {"adam": 5e-5, "adamw": 5e-5, "lamb": 1e-4}
-
 
 def choose_batch(job: Job, train_samples: int) -> int:
     """The global batch; refuses one that is larger than the data."""
     requested = job.train.batch
     if requested == "auto":
-        return min(DEFAULT_BATCH, train_samples)
+        return min(DEFAULT_BATCH, job.goal.max_batch or DEFAULT_BATCH, train_samples)
     if requested > train_samples:
         raise DataError(
             f"train.batch is {requested}, but there are only {train_samples} training samples.",
@@ -83,11 +76,57 @@ def choose_micro_batch(job: Job, *, batch: int, room_bytes: float, bytes_per_sam
 def make_plan(
     job: Job, machine: Machine, profile: Profile, guess: AnalyticEstimate | None = None
 ) -> Plan:
-    """Decide everything that is ``auto``, and predict memory, time and cost.
+    """Plan a job on this machine from its profile: the worker's plan.
 
     ``guess`` holds the figures as they were to be expected before anything was timed.
     """
-    choices: list[Choice] = []
+    device = machine.best_device
+    split = split_work(job, machine, profile, batch=choose_batch(job, profile.train_samples))
+    hardware = Hardware(
+        instance=machine.hostname,
+        device=device.name,
+        devices_per_node=split.devices,
+        dollars_per_hour=machine.dollars_per_hour,
+        memory_bytes=device.memory_bytes,
+    )
+    return decide(
+        job, profile, split, hardware,
+        device=Choice(name="device", value=f"{device.kind} ({device.name})",
+                      reason=_device_reason(machine)),
+        kind=device.kind, cores=machine.cores,
+        predict=lambda one, length: _predict(job, machine, one, split, length), guess=guess,
+    )  # fmt: skip
+
+
+def decide(
+    job: Job,
+    profile: Profile,
+    split: Split,
+    hardware: Hardware,
+    *,
+    device: Choice,
+    kind: Kind,
+    cores: int,
+    predict: Callable[[Profile, RunLength], Prediction],
+    guess: AnalyticEstimate | None = None,
+) -> Plan:
+    """Decide everything that is ``auto``, and predict memory, time and cost.
+
+    The only place where it is decided: with a predicted profile before anyone pays, with a measured one
+    in the worker.
+
+    Args:
+        job: What is asked.
+        profile: The model and its data.
+        split: The layout, and how each worker computes its share.
+        hardware: Nodes that it is planned for.
+        device: Choice of the device.
+        kind: Kind of the device.
+        cores: Of one node; 0 where unknown.
+        predict: Predicts a run of some length from a profile.
+        guess: Figures as they were to be expected before anything was timed.
+    """
+    choices: list[Choice] = [device]
 
     def choose(name: str, value: Any, reason: str, *, pinned: bool = False) -> Any:
         text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -95,20 +134,17 @@ def make_plan(
         choices.append(Choice(name=name, value=text, reason=why, pinned=pinned))
         return value
 
-    train, device = job.train, machine.best_device
-    choose("device", f"{device.kind} ({device.name})", _device_reason(machine))
-    batch = choose_batch(job, profile.train_samples)
-    split = split_work(job, machine, profile, batch=batch)
+    train, batch = job.train, split.batch
     layout, settings, share = split.layout, split.settings, split.share
     choose("layout", layout, split.reason, pinned=split.reason == "as asked")
-    choose("batch", batch, f"a safe start for most models, of {profile.train_samples} samples",
+    choose("batch", batch, split.reasons.get("batch", _batch_reason(profile)),
            pinned=train.batch != "auto")  # fmt: skip
     if train.adapt_batch is not None:
         low, high = batch_limits(train.adapt_batch, batch, samples=profile.train_samples)
         choose(
             "batch limits", f"{low} to {high}", "it follows the workers and the gradient's noise"
         )
-    _add_settings(choose, job, device, profile, split)
+    _add_settings(choose, job, profile, split, hardware)
     adapts = train.adapt_precision
     adapts = settings.precision == "fp16" and layout.is_single if adapts == "auto" else adapts
     steps_per_epoch = math.ceil(profile.train_samples / batch)
@@ -128,23 +164,23 @@ def make_plan(
     # Where the batch grows, the work is that of as many samples in steps of the first size.
     grows = train.grow_batch is not None and train.steps is None
     alike = round(epochs * steps_per_epoch) if grows else steps
-    lengths = _Lengths(batch=batch, steps=alike, evaluate_every=evaluate_every)
-    prediction = _predict(job, machine, profile, split, lengths)
-    cores = machine.cores // layout.world
-    workers, reason = _choose_workers(job, profile, samples=share.samples, cores=cores)
-    choose("data workers", workers, reason, pinned=train.workers != "auto")
+    length = RunLength(batch=batch, steps=alike, evaluate_every=evaluate_every)
+    prediction = predict(profile, length)
+    workers, reason = _choose_workers(
+        job, profile, samples=share.samples, cores=cores // layout.world
+    )
+    if profile.basis == "measured" or train.workers != "auto":
+        choose("data workers", workers, reason, pinned=train.workers != "auto")
     every, reason = _choose_checkpoints(job, steps_per_epoch, prediction.step_s)
     choose("checkpoint every", every, reason, pinned=train.checkpoint.every != "auto")
     best_metric = _choose_metric(train.checkpoint.metric, profile)
-    choose("best by", best_metric, "the task's own figure",
-           pinned=train.checkpoint.metric != "auto")  # fmt: skip
-    patience = train.early_stopping
-
-    def predict(other: Profile) -> Prediction:
-        return _predict(job, machine, other, split, lengths)
-
+    if best_metric != "auto":
+        choose("best by", best_metric, "the task's own figure",
+               pinned=train.checkpoint.metric != "auto")  # fmt: skip
+    patience, scaling = train.early_stopping, train.optimizer.scaling
     return Plan(
-        device=device.kind,
+        hardware=hardware,
+        device=kind,
         devices=split.devices,
         layout=layout,
         **settings.model_dump(),
@@ -160,6 +196,8 @@ def make_plan(
         epochs=epochs if train.steps is None else steps / steps_per_epoch,
         warmup_steps=warmup,
         lr=rate,
+        lr_scaling=scaling,
+        lr_factor=scale_rate(1.0, batch=batch, base_batch=train.optimizer.base_batch, rule=scaling),
         weight_decay=_choose_weight_decay(job),
         evaluate_every=evaluate_every,
         checkpoint_every=every,
@@ -169,47 +207,53 @@ def make_plan(
         choices=tuple(choices),
         trials=profile.trials,
         prediction=prediction,
-        estimate=None if guess is None else predict_from(guess, predict),
+        estimate=None if guess is None else predict_from(guess, lambda one: predict(one, length)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lengths:
-    """Lengths of a run: steps, epochs, evaluations."""
+class RunLength:
+    """Length of a run: steps, batch, evaluations."""
 
     batch: int
     steps: int
     evaluate_every: int
 
 
+def _batch_reason(profile: Profile) -> str:
+    return f"a safe start for most models, of {profile.train_samples} samples"
+
+
 def _predict(
-    job: Job, machine: Machine, profile: Profile, split: Split, lengths: _Lengths
+    job: Job, machine: Machine, profile: Profile, split: Split, length: RunLength
 ) -> Prediction:
-    batch, price = lengths.batch, machine.dollars_per_hour
-    if split.layout.is_single:
-        step_s = predict_step_s(profile, batch=batch, micro_batch=split.settings.micro_batch)
-    else:
-        threads = profile.settings.threads
-        step_s = predict_split_step_s(split, profile, machine, measured_threads=threads)
-    total_s = _predict_total(
-        profile, steps=lengths.steps, step_s=step_s, evaluate_every=lengths.evaluate_every
-    )
+    batch, price = length.batch, machine.dollars_per_hour
+    is_cpu = machine.best_device.kind == "cpu"
+    step = time_step(split, profile, cores=machine.cores, is_cpu=is_cpu)
+    memory = _peak_parts(job, split, profile.peak_bytes if split.layout.is_single else None)
+    step_s = step.total_s
+    total = _predict_total(profile, length, step_s)
+    total_s = sum(total.values())
     return Prediction(
-        memory_bytes=_predict_memory(job, profile, split),
+        basis=profile.basis,
+        memory_bytes=sum(memory.values()),
         step_s=step_s,
         samples_per_s=min(batch, profile.train_samples) / step_s,
         total_s=total_s,
         dollars=None if price is None else price * total_s / 3600,
+        memory_parts=memory,
+        step_parts=step.parts,
+        total_parts=total,
     )
 
 
 def _add_settings(
-    choose: Callable[..., Any], job: Job, device: Device, profile: Profile, split: Split
+    choose: Callable[..., Any], job: Job, profile: Profile, split: Split, hardware: Hardware
 ) -> None:
-    """Add the measured settings with their reasons."""
+    """Add the settings of a step with their reasons."""
     train, settings, reasons = job.train, split.settings, profile.reasons | split.reasons
-    if split.layout.is_single:
-        room = memory_room_bytes(job, device, _fixed_bytes_of(job, profile))
+    if split.layout.is_single and profile.basis == "measured":
+        room = memory_room_bytes(job, hardware.memory_bytes, _fixed_bytes_of(job, profile))
         activations = show_bytes(settings.micro_batch * profile.activation_bytes_per_sample)
         fits = f"activations take {activations} of {show_bytes(room)} to spare"
         reasons = {"micro_batch": fits} | reasons
@@ -219,36 +263,33 @@ def _add_settings(
         is_pinned = getattr(train, field) != "auto"
         if field in reasons or is_pinned:  # listed only where there was a choice
             choose(field, getattr(settings, field), reasons.get(field, ""), pinned=is_pinned)
-    choose("optimiser kernel", settings.kernel, reasons["kernel"],
-           pinned=train.optimizer.kernel != "auto")  # fmt: skip
+    if profile.basis == "measured":
+        choose("optimiser kernel", settings.kernel, reasons["kernel"],
+               pinned=train.optimizer.kernel != "auto")  # fmt: skip
 
 
 def fixed_bytes(job: Job, *, resident_bytes: float, parameters: int, trainable: int) -> float:
     """Memory that does not grow with the batch: the process, gradients, optimiser state, averages."""
-    state = optimizer_state_bytes(job, trainable)
-    gradients = 0 if job.train.gradient_release else 4 * trainable
-    averages = 4 * parameters if job.train.ema else 0
-    # While a checkpoint is written, a copy of weights and optimiser state is alive.
-    snapshot = 4 * parameters + state
-    return resident_bytes + gradients + state + averages + snapshot
-
-
-def predict_memory_bytes(job: Job, profile: Profile, counted: float) -> float:
-    """Measured memory of passes, plus optimiser, averages and checkpoint copies."""
-    if profile.peak_bytes is None:
-        return counted
-    fixed = fixed_bytes(
-        job, resident_bytes=0, parameters=profile.parameters, trainable=profile.trainable
+    facts = SplitConstraints(
+        parameters=parameters,
+        trainable=trainable,
+        state_bytes=optimizer_state_bytes(job, trainable),
+        activation_bytes_per_sample=0.0,
     )
-    gradients = 4 * profile.trainable  # were allocated already, whether they are kept or released
-    return profile.peak_bytes + max(fixed - gradients, 0.0)
+    parts = peak_parts(
+        Layout(), facts, WorkerShare(micro_batch=1, micros=1),
+        process_bytes=resident_bytes - facts.weight_bytes, averages=job.train.ema is not None,
+        releases_gradients=job.train.gradient_release,
+    )  # fmt: skip
+    return sum(parts.values())
 
 
-def _predict_memory(job: Job, profile: Profile, split: Split) -> float:
-    if not split.layout.is_single:
-        return predict_split_memory_bytes(job, split)
-    activations = split.share.micro_batch * profile.activation_bytes_per_sample
-    return predict_memory_bytes(job, profile, _fixed_bytes_of(job, profile) + activations)
+def _peak_parts(job: Job, split: Split, passes_bytes: float | None) -> dict[str, float]:
+    return peak_parts(
+        split.layout, split.facts, split.share, process_bytes=split.process_bytes,
+        averages=job.train.ema is not None, releases_gradients=job.train.gradient_release,
+        passes_bytes=passes_bytes,
+    )  # fmt: skip
 
 
 def _fixed_bytes_of(job: Job, profile: Profile) -> float:
@@ -268,7 +309,7 @@ def cap_bytes(job: Job, machine: Machine) -> float | None:
     return 0.9 * (device.memory_bytes if limit == "auto" else limit * 1e9)
 
 
-def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
+def memory_room_bytes(job: Job, device_bytes: float, fixed: float) -> float:
     """Memory left for activations within the limits of job and device."""
     limit = job.train.memory_gb
     if limit != "auto" and limit * 1e9 < fixed:
@@ -277,24 +318,20 @@ def memory_room_bytes(job: Job, device: Device, fixed: float) -> float:
             f"remembers take {fixed / 1e9:.2g} before the first sample.",
             hint="Raise it, or train a smaller model; train.optimizer.state: 8bit remembers less.",
         )
-    allowed = device.memory_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
+    allowed = device_bytes * MEMORY_SHARE if limit == "auto" else limit * 1e9
     return max(allowed - fixed, 0.0)
 
 
-def predict_step_s(profile: Profile, *, batch: int, micro_batch: int) -> float:
-    """One optimiser step: micro-batches, update, data loading."""
-    micros = math.ceil(batch / micro_batch)
-    # Small micro-batches cost more per sample than the probe's share; the planned size is
-    # probed, so this only interpolates when the user re-plans.
-    micro_s = profile.probe_s * micro_batch / profile.probe_samples
-    rest_s = profile.update_s + profile.own_s
-    return micros * micro_s + rest_s + batch * profile.load_s_per_sample
-
-
-def _predict_total(profile: Profile, *, steps: int, step_s: float, evaluate_every: int) -> float:
-    evaluations = steps // evaluate_every if evaluate_every else 0
+def _predict_total(profile: Profile, length: RunLength, step_s: float) -> dict[str, float]:
+    """Seconds of the whole run, by component."""
+    every = length.evaluate_every
+    evaluations = length.steps // every if every else 0
     evaluated = evaluations * profile.validation_samples + profile.test_samples
-    return profile.startup_s + steps * step_s + evaluated * profile.evaluate_s_per_sample
+    return {
+        "start_up": profile.startup_s,
+        "steps": length.steps * step_s,
+        "evaluation": evaluated * profile.evaluate_s_per_sample,
+    }
 
 
 def _device_reason(machine: Machine) -> str:
@@ -329,12 +366,12 @@ def _published_rate(job: Job, profile: Profile, batch: int, steps: int) -> tuple
 
 
 def _usual_rate(job: Job) -> tuple[float, str]:
-    name = job.train.optimizer.name
-    scratch = _RATES[name]
+    name, traits = job.train.optimizer.name, job.train.optimizer.traits
+    scratch = traits.lr
     is_hf = job.model.name.startswith("hf:") and job.model.pretrained
     if not is_hf and job.model.weights is None:
         return scratch, f"usual for {name} from scratch"
-    rate = _FINE_TUNING_RATES.get(name, scratch) if is_hf else 0.3 * scratch
+    rate = (traits.fine_tuning_lr or scratch) if is_hf else 0.3 * scratch
     if job.model.adapter is not None:
         # About ten times that of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret").
         return min(10 * rate, scratch), f"usual for {name} on a LoRA adapter"
@@ -343,9 +380,7 @@ def _usual_rate(job: Job) -> tuple[float, str]:
 
 def _choose_weight_decay(job: Job) -> float:
     decay = job.train.optimizer.weight_decay
-    if decay != "auto":
-        return decay
-    return {"adamw": 0.01, "lamb": 0.01, "lars": 1e-4}.get(job.train.optimizer.name, 0.0)
+    return job.train.optimizer.traits.weight_decay if decay == "auto" else decay
 
 
 def _choose_warmup(job: Job, steps: int, steps_per_epoch: int, batch: int) -> tuple[int, str]:
@@ -374,6 +409,8 @@ def _choose_workers(job: Job, profile: Profile, *, samples: int, cores: int) -> 
 
 def _choose_metric(metric: str, profile: Profile) -> str:
     """The deciding metric; an unknown one is refused before training starts."""
+    if profile.basis == "analytic":
+        return metric  # the task is opened by a worker
     if metric == "auto":
         return profile.task_metric if profile.task_metric in profile.metrics else "loss"
     if metric not in profile.metrics:

@@ -1,4 +1,4 @@
-"""Split constraints of a model; memory and communication volume of each split. Pure."""
+"""Split constraints of a model, and the memory of each split. Pure."""
 
 from __future__ import annotations
 
@@ -121,13 +121,60 @@ def copies_bytes(layout: Layout, facts: SplitConstraints) -> float:
 
 def worker_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
     """Weights, gradients, optimiser state and activations of one worker, and replicas if on a CPU."""
+    return sum(held_parts(layout, facts, share).values())
+
+
+def held_parts(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> dict[str, float]:
+    """The same by component."""
     cut = layout.tp * layout.pp
-    held = state_bytes_of(layout, facts) + facts.gradient_bytes / (cut * layout.fsdp)
+    ways, sharers = cut * layout.fsdp, layout.dp if layout.zero1 else 1
+    buffers = 0.0
     if layout.fsdp > 1:  # the current block and the next one are gathered
-        held += 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
+        buffers = 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
     if facts.on_cpu:
-        held += copies_bytes(layout, facts)
-    return held + _activation_bytes(layout, facts, share)
+        buffers += copies_bytes(layout, facts)
+    return {
+        "weights": facts.weight_bytes / ways,
+        "optimizer": facts.state_bytes / (ways * sharers),
+        "gradients": facts.gradient_bytes / ways,
+        "buffers": buffers,
+        "activations": _activation_bytes(layout, facts, share),
+    }
+
+
+def peak_parts(
+    layout: Layout,
+    facts: SplitConstraints,
+    share: WorkerShare,
+    *,
+    process_bytes: float,
+    averages: bool = False,
+    releases_gradients: bool = False,
+    passes_bytes: float | None = None,
+) -> dict[str, float]:
+    """Peak memory of one worker by component: the one composition for one worker and for several.
+
+    Args:
+        layout: The layout.
+        facts: Sizes of the model.
+        share: Samples of a pass.
+        process_bytes: Memory of the process besides all that.
+        averages: Whether an average of the weights is kept.
+        releases_gradients: Whether a gradient is freed as soon as it is applied.
+        passes_bytes: Measured peak of the process over some passes, without an optimiser.
+    """
+    parts = held_parts(layout, facts, share)
+    # While a checkpoint is written, a copy of each replica's part is alive.
+    parts["buffers"] += (parts["weights"] + parts["optimizer"]) / layout.dp
+    parts["buffers"] += facts.weight_bytes if averages else 0.0
+    gradients = parts["gradients"]
+    if releases_gradients:
+        parts["gradients"] = 0.0
+    if passes_bytes is None:
+        return {**parts, "framework": process_bytes}
+    # Gradients were allocated while it was measured, whether they are kept or released.
+    rest = parts["optimizer"] + parts["buffers"] + parts["gradients"] - gradients
+    return {"passes": passes_bytes, "optimizer and buffers": max(rest, 0.0)}
 
 
 def _activation_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
@@ -137,41 +184,6 @@ def _activation_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShar
     waiting = share.micros if layout.schedule == "gpipe" else min(layout.stages, share.micros)
     in_flight = waiting if layout.pp > 1 else 1
     return share.micro_batch * facts.activation_bytes_per_sample * retained * in_flight / layout.pp
-
-
-def moved_bytes(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> dict[Axis, float]:
-    """Bytes that one worker sends in a step, over each axis."""
-    cut = layout.tp * layout.pp
-    result: dict[Axis, float] = {}
-    if layout.dp > 1:
-        result["dp"] = 2 * _ring(layout.dp) * facts.gradient_bytes / (cut * layout.fsdp)
-    if layout.fsdp > 1:  # gathered before both passes of every micro-batch, reduced once
-        times = 2 * share.micros + 1
-        result["fsdp"] = times * _ring(layout.fsdp) * facts.weight_bytes / cut
-    boundary = facts.boundary_bytes * share.samples
-    if layout.tp > 1:  # two all-reduces in each pass of each block (Shoeybi et al. 2019, section 3)
-        result["tp"] = 4 * 2 * _ring(layout.tp) * boundary * facts.layers / layout.pp
-    if layout.pp > 1:  # activations forward, gradients backward
-        result["pp"] = 2 * boundary * layout.stages_per_rank
-    return result
-
-
-def messages(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> float:
-    """Approximate number of exchanges that one worker waits for in a step: latency counts."""
-    blocks = max(facts.layers / layout.pp, 1)
-    count = 2.0  # the step's own: counts, norm
-    count += 1 if layout.dp > 1 else 0
-    count += (2 * share.micros + 1) * blocks if layout.fsdp > 1 else 0
-    count += 4 * blocks * share.micros if layout.tp > 1 else 0
-    return count + (2 * layout.stages_per_rank * share.micros if layout.pp > 1 else 0)
-
-
-def bubble(layout: Layout, share: WorkerShare) -> float:
-    """The share of a step in which a stage waits for others (Narayanan et al. 2021, section 2.2)."""
-    if layout.pp == 1:
-        return 0.0
-    waits = layout.pp - 1
-    return waits / (layout.stages_per_rank * share.micros + waits)
 
 
 def moved_share(old: Layout, new: Layout) -> float:
@@ -196,8 +208,3 @@ def _missing(old: Layout, new: Layout, rank: int) -> float:
         high = min((old_at + 1) / old_size, (new_at + 1) / new_size)
         retained *= max(high - low, 0.0)
     return whole - retained
-
-
-def _ring(size: int) -> float:
-    """Bytes sent per byte by a ring, once around."""
-    return (size - 1) / size

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError, ModelError
-from yunlu.hardware.links import LOOPBACK, PCIE
+from yunlu.hardware.fleet import LOOPBACK, PCIE
+from yunlu.planning.collectives import OWN_MESSAGES, list_exchanges
 from yunlu.planning.layout import Layout
 from yunlu.planning.layouts import (
     choose_layout,
@@ -17,20 +18,18 @@ from yunlu.planning.layouts import (
     replan_with_reason,
     restrict,
 )
+from yunlu.planning.predict.step_parts import compose_step
 from yunlu.planning.split_constraints import (
     NOT_EXAMINED,
     SplitConstraints,
-    bubble,
-    messages,
-    moved_bytes,
-    state_bytes_of,
     worker_bytes,
     worker_share,
 )
 
 if TYPE_CHECKING:
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.plan import Plan, Profile, StepSettings
+    from yunlu.planning.predict.step_parts import StepTime
     from yunlu.planning.split_constraints import WorkerShare
     from yunlu.spec.job import Job
 
@@ -39,14 +38,13 @@ MEMORY_SHARE = 0.6
 _MICROS_PER_STAGE = 4
 """Micro-batches per pipeline stage: the bubble is then at most a fifth of the time."""
 
-# Bytes of optimiser state per trained weight, in fp32.
-_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8, "lamb": 8, "lars": 4}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """A layout with everything that depends on it."""
 
+    batch: int
+    """Global batch, in samples."""
     layout: Layout
     reason: str
     devices: int
@@ -55,7 +53,7 @@ class Split:
     share: WorkerShare
     settings: StepSettings
     reasons: dict[str, str]
-    """Why settings differ from those measured on one worker."""
+    """Why settings differ from those of one worker; of a searched layout, why each is as it is."""
     room_bytes: float
     """Memory that all workers of a CPU, or the one worker of a GPU, may use."""
     process_bytes: float
@@ -64,7 +62,7 @@ class Split:
 
 def optimizer_state_bytes(job: Job, trainable: int) -> float:
     """Optimiser state of so many weights."""
-    state = float(_STATE_BYTES[job.train.optimizer.name] * trainable)
+    state = float(job.train.optimizer.traits.state_bytes * trainable)
     if job.train.optimizer.state == "8bit":
         state *= 0.26  # a byte each, and a scale for every block of 256
     return state
@@ -115,6 +113,7 @@ def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> S
         train = job.train.model_copy(update={"precision": "fp16"})
         facts = restrict(facts, job.model_copy(update={"train": train}))
     return Split(
+        batch=batch,
         layout=layout,
         reason=reason,
         devices=devices,
@@ -264,34 +263,38 @@ def _suit_micro_batch(
     return micro, fitted
 
 
-def predict_split_step_s(
-    split: Split, profile: Profile, machine: Machine, *, measured_threads: int
-) -> float:
-    """One step: share of each replica, update, data loading, and communication.
+def time_step(split: Split, profile: Profile, *, cores: int, is_cpu: bool) -> StepTime:
+    """One step from a profile's passes: share of each replica, communication, update, data loading.
 
     Workers that share a machine's cores slow each other down as soon as they want more than it has.
     Sending is counted in full, though some of it goes on during the backward pass.
     """
-    layout, share, facts = split.layout, split.share, split.facts
-    is_cpu = machine.best_device.kind == "cpu"
-    crowding = max(1.0, layout.world * split.settings.threads / machine.cores) if is_cpu else 1.0
-    slower = crowding * (measured_threads / split.settings.threads if is_cpu else 1.0)
-    micro_s = profile.probe_s * share.micro_batch / profile.probe_samples
-    compute_s = share.micros * micro_s / (layout.tp * layout.pp) / (1 - bubble(layout, share))
+    layout, share, threads = split.layout, split.share, split.settings.threads
+    crowding = slower = 1.0
+    if is_cpu and not layout.is_single:
+        crowding = max(1.0, layout.world * threads / cores)
+        slower = crowding * profile.settings.threads / threads
+    # Small micro-batches cost more per sample than the probe's share; the planned size is
+    # probed, so this only interpolates when the user re-plans.
+    micro_s = slower * profile.probe_s * share.micro_batch / profile.probe_samples
     cut = layout.tp * layout.pp * layout.fsdp * (layout.dp if layout.zero1 else 1)
-    fetch_s = share.samples * profile.load_s_per_sample
     link = profile.link or (LOOPBACK if is_cpu else PCIE)
-    sent = sum(moved_bytes(layout, facts, share).values())
-    talk_s = sent / link.bytes_per_s + messages(layout, facts, share) * link.message_s
-    own_s = profile.own_s + fetch_s + talk_s
-    return slower * (compute_s + profile.update_s / cut) + crowding * own_s
-
-
-def predict_split_memory_bytes(job: Job, split: Split) -> float:
-    """Peak memory of one worker."""
-    layout, facts = split.layout, split.facts
-    retained = state_bytes_of(layout, facts)
-    # While a checkpoint is written, a copy of each replica's part is alive.
-    snapshot = retained / layout.dp
-    averages = facts.weight_bytes if job.train.ema else 0.0
-    return split.process_bytes + worker_bytes(layout, facts, split.share) + snapshot + averages
+    talk_s: dict[str, float] = dict.fromkeys(("dp", "fsdp", "tp", "pp"), 0.0)
+    for exchange in list_exchanges(layout, split.facts, share):
+        talk_s[exchange.axis] += crowding * exchange.seconds(link)
+    own_s = micro_s / (layout.tp * layout.pp)
+    stage_s = own_s + talk_s["tp"] / share.micros
+    messages_s = 0.0 if layout.is_single else OWN_MESSAGES * link.message_s
+    samples = math.ceil(split.batch / layout.replicas)
+    return compose_step(
+        micros=share.micros,
+        own_s=own_s,
+        stage_s=stage_s,
+        slowest_s=stage_s,
+        pipe_s=talk_s["pp"] / share.micros,
+        waiting=(layout.pp - 1) / layout.stages_per_rank,
+        data_s=talk_s["dp"] + talk_s["fsdp"],
+        optimizer_s=slower * profile.update_s / cut,
+        input_s=crowding * samples * profile.load_s_per_sample,
+        other_s=crowding * (profile.own_s + messages_s),
+    )

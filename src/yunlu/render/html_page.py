@@ -19,8 +19,14 @@ from markupsafe import Markup
 
 from yunlu.core.foreign_text import clean_for_page
 from yunlu.core.units import show_bytes, show_count, show_duration
-from yunlu.render.drawing.charts import draw_chart, find_legend, read_out
-from yunlu.render.drawing.trials import draw_sparkline, draw_trial_figure, find_targets
+from yunlu.render.drawing.svg import (
+    draw_chart,
+    draw_sparkline,
+    draw_trial_figure,
+    find_legend,
+    find_targets,
+    read_out,
+)
 from yunlu.render.format import (
     show_dollars,
     show_finding,
@@ -29,7 +35,7 @@ from yunlu.render.format import (
     show_quantity,
     show_value,
 )
-from yunlu.render.i18n.texts import known_text, text
+from yunlu.render.i18n import known_text, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

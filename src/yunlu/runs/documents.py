@@ -41,13 +41,22 @@ def write_job(run: RunStore, job: Job) -> None:
 
 def read_plan(run: RunStore) -> Plan | None:
     """The plan; None where the run has not been planned yet."""
+    return _read_plan(run, Document.PLAN)
+
+
+def read_submitted_plan(run: RunStore) -> Plan | None:
+    """The plan that was made before the run; None where there was none."""
+    return _read_plan(run, Document.SUBMITTED_PLAN)
+
+
+def _read_plan(run: RunStore, document: Document) -> Plan | None:
     from yunlu.planning.plan import Plan  # noqa: PLC0415 (slow to import: many only list runs)
 
-    content = run.read(Document.PLAN)
+    content = run.read(document)
     try:
         return None if content is None else Plan.model_validate_json(content)
     except ValidationError as error:
-        raise _damaged(run, Document.PLAN, error) from error
+        raise _damaged(run, document, error) from error
 
 
 def require_plan(run: RunStore) -> Plan:
@@ -61,6 +70,11 @@ def require_plan(run: RunStore) -> Plan:
 def write_plan(run: RunStore, plan: Plan) -> None:
     """Store the plan."""
     run.write(Document.PLAN, plan.model_dump_json(indent=2))
+
+
+def write_submitted_plan(run: RunStore, plan: Plan) -> None:
+    """Store the plan that was made before the run; only done while a run is created."""
+    run.write(Document.SUBMITTED_PLAN, plan.model_dump_json(indent=2))
 
 
 def read_json(run: RunStore, document: str) -> dict[str, Any] | None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from yunlu.core.errors import StoreError
 from yunlu.core.json_decode import decode_json
 from yunlu.core.secrets import mask_value
-from yunlu.runs.events import WarningRaised, parse_event, to_record
-from yunlu.runs.step_metrics import is_step
+from yunlu.runs.events import WarningRaised, is_step, parse_event, to_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import IO
 
-    from yunlu.runs.events import Event
-    from yunlu.runs.step_metrics import StepMetrics
+    from yunlu.runs.events import Event, StepMetrics
 
 _TAIL_BYTES = 1 << 16
 
@@ -36,6 +34,9 @@ class Document(StrEnum):
 
     JOB = "job.json"  # run creation; everybody
     JOB_SOURCE = "job.source"  # run creation, as the user wrote it; people
+    SUBMITTED_PLAN = (
+        "submitted_plan.json"  # run creation, before anything ran; the worker, which refines it
+    )
     PLAN = "plan.json"  # the worker that plans, or the study that copies a run; workers, report
     WORKER = "worker.json"  # whoever starts the worker or supervisor; lifecycle, executors
     WORKER_GROUP = "worker_group.json"  # the supervisor (holds a token: private); nodes, executors

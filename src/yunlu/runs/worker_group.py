@@ -1,29 +1,72 @@
-"""Worker group of a run: the record of its supervisor, and requests to it.
+"""Worker group of a run: the record of its supervisor, requests to it, and the secret its workers share.
 
-Messages on the wire are frames: four bytes of length, then one JSON object. No pickle.
+Secret that externally launched workers prove to each other: from the environment, or from the home.
+torchrun, srun and mpirun start workers without one. Whoever can read the home may read the runs anyway.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import secrets
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from yunlu.core.errors import StoreError
-from yunlu.core.json_decode import decode_json
+from yunlu.core.framing import FrameError, FrameReader, receive_frame, send_frame
+from yunlu.core.private_files import check_home, make_directory
+from yunlu.core.regular_files import open_to_read
 from yunlu.core.secure_link import LinkRefusedError, connect_link, derive_secret
+from yunlu.core.settings import launch_secret
 from yunlu.core.value import Value
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from yunlu.runs.run_store import RunStore
 
-MAX_FRAME_BYTES = 4 << 20
-"""Far above every message; a peer that announces more is none of ours."""
-_LENGTH_BYTES = 4
+FILE = ".secret"
+_SECRET_BYTES = 32
+
+
+def read_group_secret(home: Path) -> bytes:
+    """The secret of all launches of this home; made at the first call."""
+    given = launch_secret()
+    if given is not None:
+        return given.encode()
+    make_directory(check_home(home))
+    path = home / FILE
+    if not path.exists():
+        _create(path)
+    return _read(path)
+
+
+def _create(path: Path) -> None:
+    """Create the file whole; of several processes that try, one succeeds."""
+    descriptor, aside = tempfile.mkstemp(prefix=".secret.", dir=path.parent)  # 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(_SECRET_BYTES))
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return
+    finally:
+        Path(aside).unlink()
+
+
+def _read(path: Path) -> bytes:
+    with open_to_read(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise StoreError(
+                f"{path} belongs to another user, or others can read it",
+                hint=f"remove it and run `chmod 700 {path.parent}`; the next launch makes another",
+            )
+        return file.read()
+
+
 LOCAL = "local"
 """Name of the node that the supervisor starts itself."""
 
@@ -91,76 +134,31 @@ def write_worker_group(run: RunStore, group: WorkerGroup) -> None:
     run.write(Document.WORKER_GROUP, group.model_dump_json(), durable=False)
 
 
-class FrameError(StoreError):
-    """Received bytes are no valid frame."""
-
-
 def control_secret(token: str) -> bytes:
     """Secret of the control connections: both ends prove it, nobody sends it."""
     return derive_secret(token.encode(errors="surrogatepass"), "control")
-
-
-def encode_frame(message: dict[str, Any]) -> bytes:
-    """Encode a message as one frame."""
-    data = json.dumps(message).encode()
-    if len(data) > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {len(data)} bytes is longer than {MAX_FRAME_BYTES}")
-    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
-
-
-class FrameDecoder:
-    """Decodes received bytes into whole messages."""
-
-    def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.limit_bytes = limit_bytes
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Add bytes; yields each message that is complete."""
-        self._pending += data
-        while len(self._pending) >= _LENGTH_BYTES:
-            length = int.from_bytes(self._pending[:_LENGTH_BYTES], "big")
-            if length > self.limit_bytes:
-                raise FrameError(f"a frame of {length} bytes is longer than {self.limit_bytes}")
-            if len(self._pending) < _LENGTH_BYTES + length:
-                return
-            body = bytes(self._pending[_LENGTH_BYTES : _LENGTH_BYTES + length])
-            del self._pending[: _LENGTH_BYTES + length]
-            try:
-                message = decode_json(body)
-            except ValueError as error:
-                raise FrameError("a frame does not hold JSON") from error
-            if not isinstance(message, dict):
-                raise FrameError("a frame does not hold a JSON object")
-            yield message
 
 
 def send_request(
     group: WorkerGroup, request: dict[str, Any], *, timeout_s: float = 10
 ) -> dict[str, Any]:
     """Send one request to the supervisor and return its answer."""
-    hello = {"kind": "hello_client"}
-    unpacker = FrameDecoder()
     where = f"the supervisor at {group.host}:{group.port}"
     try:
         with connect_link(
             (group.host, group.port), control_secret(group.token), timeout_s=timeout_s
         ) as connection:
-            connection.sendall(encode_frame(hello) + encode_frame(request))
-            while data := connection.recv(65536):
-                for answer in unpacker.feed(data):
-                    return answer
+            send_frame(connection, {"kind": "hello_client"})
+            send_frame(connection, request)
+            return receive_frame(connection, FrameReader()).control
     except LinkRefusedError as error:
         raise StoreError(
             f"{where} has another token, or is no supervisor: {error}",
             hint=f"the {Document.WORKER_GROUP} of the run holds the right token",
         ) from error
-    except OSError as error:
+    except (OSError, EOFError, FrameError) as error:
+        cause = str(error) or "it closed the connection"
         raise StoreError(
-            f"{where} does not answer: {error}",
+            f"{where} does not answer: {cause}",
             hint="it may just be restarting; try again in a few seconds",
         ) from error
-    raise StoreError(
-        f"{where} closed the connection without an answer",
-        hint="it may just be restarting; try again in a few seconds",
-    )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.scheduler.observation import RunObservation
     from yunlu.scheduler.queue import QueueEntry
+    from yunlu.scheduler.run_status import RunObservation
 
 MOST_FAILURES = 3
 """Consecutive failures without a new step after which the run is given up."""

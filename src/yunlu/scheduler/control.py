@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
 from yunlu.core.private_files import open_private
+from yunlu.core.processes import ProcessHandle, reap_in_background, start_process
 from yunlu.core.regular_files import open_to_read
-from yunlu.core.settings import worker_environment
-from yunlu.executors.worker_process import WorkerProcess
 from yunlu.jobs import lifecycle
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
@@ -68,18 +64,10 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
         pool_store.view.unlink(missing_ok=True)
         with open_private(pool_store.log, "ab") as log:
             told_before = log.tell()
-            child = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [*PROGRAM, str(home)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=worker_environment(),
-                start_new_session=True,
-            )
+            child = start_process([*PROGRAM, str(home)], log=log, own_session=True)
     except OSError as error:
         raise StoreError(f"the pool cannot be brought up in {home}: {error}") from error
-    # Waited for in a background thread, so that a long-lived caller collects no zombies.
-    threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
+    reap_in_background(child)
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
         if pool_store.view.exists() and (service := find_service(home)) is not None:
@@ -125,14 +113,7 @@ def _end(service: ServiceRecord) -> None:
         raise StoreError(
             f"the pool's service runs on {service.host}", hint=f"yunlu pool down, on {service.host}"
         )
-    process = WorkerProcess(
-        pid=service.pid,
-        process_started_at=service.process_started_at,
-        host=service.host,
-        detached=True,
-    )
-    if service.pid and process.is_alive():
-        os.kill(service.pid, signal.SIGTERM)
+    ProcessHandle(service.pid, service.process_started_at).send_signal(signal.SIGTERM)
 
 
 def _is_free(lock: Path) -> bool:

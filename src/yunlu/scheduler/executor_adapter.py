@@ -12,7 +12,7 @@ import psutil
 
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import LeaseState
-from yunlu.executors.lease_record import read_record as read_leases
+from yunlu.executors.lease_executor import read_record as read_leases
 from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.worker_process import (
     WorkerProcess,
@@ -26,7 +26,7 @@ from yunlu.runs.documents import not_a_run
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
-from yunlu.scheduler.observation import RunObservation
+from yunlu.scheduler.run_status import RunObservation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from yunlu.hardware.fleet import Placement
-    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.policy.values import Decision, Demand, PoolState
+    from yunlu.scheduler.scaling import PendingNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,31 +16,59 @@ from yunlu.core.errors import YunluError
 from yunlu.executors.executor import name_kind
 from yunlu.executors.registry import LOCAL, scheme_of
 from yunlu.scheduler import spot_policy
-from yunlu.scheduler.actions import ActionRunner
-from yunlu.scheduler.clock import SteadyClock
+from yunlu.scheduler.actions import ActionRunner, hold_still, is_under_way, plan_moves
 from yunlu.scheduler.forecast import forecast, with_start
-from yunlu.scheduler.moves import hold_still, is_under_way, plan_moves
-from yunlu.scheduler.policy.minimise_moves import minimise_moves
+from yunlu.scheduler.policy.placement import minimise_moves
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
+from yunlu.scheduler.pool_view import make_view
+from yunlu.scheduler.run_progress import SpeedEstimates
 from yunlu.scheduler.run_registry import RunRegistry
 from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held, make_demand, make_teams
-from yunlu.scheduler.speed_estimates import SpeedEstimates
 from yunlu.scheduler.usage_monitor import UsageMonitor
-from yunlu.scheduler.view import make_view
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from yunlu.executors.executor import Reserve
     from yunlu.hardware.fleet import Node
     from yunlu.scheduler.executor_adapter import RunControl
     from yunlu.scheduler.forecast import QueueForecast
-    from yunlu.scheduler.pending_nodes import PendingNode
     from yunlu.scheduler.policy.values import Policy
     from yunlu.scheduler.pool_store import PoolSettings, PoolStore
-    from yunlu.scheduler.scaling import Scaler
-    from yunlu.scheduler.speed_estimates import MakeEstimator
-    from yunlu.scheduler.spot.values import Mode
+    from yunlu.scheduler.run_progress import MakeEstimator
+    from yunlu.scheduler.scaling import PendingNode, Scaler
+    from yunlu.scheduler.spot import Mode
+
+_JUMP_S = 5.0
+
+
+class SteadyClock:
+    """Seconds since the epoch at the start plus monotonic time since; setting the system clock has no effect."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._steady = wall, steady
+        self._began_at, self._since = wall(), steady()
+        self._told_s = 0.0
+
+    def now(self) -> float:
+        """Current time; all decisions use it."""
+        return self._began_at + (self._steady() - self._since)
+
+    def from_wall(self, at: float) -> float:
+        """Convert a wall-clock time to this clock."""
+        return at - self._wall() + self.now()
+
+    def find_jump_s(self) -> float | None:
+        """By how much the wall clock was set since the last call; None if it was not."""
+        off_s = self._wall() - self.now()
+        jump_s, self._told_s = off_s - self._told_s, off_s
+        return jump_s if abs(jump_s) > _JUMP_S else None
+
 
 _KEEP_S = 30.0
 _HALF_LIFE_S = 24 * 3600.0

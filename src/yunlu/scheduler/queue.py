@@ -27,13 +27,14 @@ from yunlu.runs.documents import read_job
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document, require_own
 from yunlu.runs.states import RunState
-from yunlu.scheduler.resource_request import ResourceRequest, make_request
+from yunlu.scheduler.run_status import ResourceRequest, make_request
 from yunlu.spec.goal import read_span_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
@@ -56,7 +57,7 @@ class QueueEntry(Value):
     deadline_at: float | None = None
     budget_dollars: float | None = Field(default=None, gt=0)
     samples: float | None = None
-    """Samples it will train on in all, if the job says."""
+    """Samples it will train on in all, if its plan or its job says."""
     most_batch: int | None = None
     """Largest batch with more workers; None if the batch is fixed."""
     signature: str = ""
@@ -95,12 +96,16 @@ def read_options(*, deadline: str | None = None, **options: Any) -> SubmitOption
 
 
 def enqueue(
-    job: Job, options: SubmitOptions | None = None, *, source: Path | None = None
+    job: Job,
+    options: SubmitOptions | None = None,
+    *,
+    source: Path | None = None,
+    plan: Plan | None = None,
 ) -> RunStore:
     """Create a run that waits for the pool. Returns at once, whether or not a pool is up."""
     options = options or SubmitOptions()
     request = make_request(job, least=options.min_devices, most=options.max_devices)
-    run = lifecycle.submit(job, source=source)
+    run = lifecycle.submit(job, source=source, plan=plan)
     now = time.time()
     deadline_s = options.deadline_s if options.deadline_s is not None else _deadline_s(job)
     entry = QueueEntry(
@@ -110,7 +115,7 @@ def enqueue(
         request=request,
         deadline_at=None if deadline_s is None else now + deadline_s,
         budget_dollars=options.budget_dollars or job.goal.budget,
-        samples=_count_samples(job),
+        samples=_count_samples(job) if plan is None else float(plan.steps * plan.batch),
         most_batch=job.train.adapt_batch.max if job.train.adapt_batch else None,
         signature=job_signature(job),
     )

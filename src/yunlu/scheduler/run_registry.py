@@ -8,11 +8,15 @@ from yunlu.core.errors import YunluError
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 from yunlu.scheduler.allocation_record import read_allocation, reconcile, write_allocation
-from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.queue import QueueEntry, read_entry, scan
-from yunlu.scheduler.resource_request import ResourceRequest
 from yunlu.scheduler.run_progress import RunProgress
-from yunlu.scheduler.run_status import Phase, ScheduledRun, find_phase
+from yunlu.scheduler.run_status import (
+    Phase,
+    ResourceRequest,
+    RunObservation,
+    ScheduledRun,
+    find_phase,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.allocation_record import AllocationRecord
-    from yunlu.scheduler.clock import SteadyClock
     from yunlu.scheduler.executor_adapter import RunControl
+    from yunlu.scheduler.loop import SteadyClock
 
 
 class RunRegistry:

@@ -19,14 +19,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-import psutil
-
 from yunlu.core.errors import YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.private_files import check_home, make_directory, open_lock
 from yunlu.core.private_process import make_process_private
-from yunlu.executors.known_addresses import require_known
-from yunlu.executors.registry import open_executor
+from yunlu.core.processes import start_time
+from yunlu.executors.registry import open_executor, require_known
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.loop import Scheduler
 from yunlu.scheduler.policies import open_estimator, open_policy
@@ -113,7 +111,7 @@ def only_service(home: Path) -> Generator[PoolStore]:
         _lock(file)
         record = ServiceRecord(
             pid=os.getpid(),
-            process_started_at=psutil.Process().create_time(),
+            process_started_at=start_time(),
             host=socket.gethostname(),
             began_at=time.time(),
         )

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.executors.executor import SPOT, name_kind
-from yunlu.scheduler.autoscaling.deadlines import DeadlineWatch
-from yunlu.scheduler.autoscaling.values import BOOT_S
+from yunlu.scheduler.autoscaling import BOOT_S, DeadlineWatch
 from yunlu.scheduler.policy.goodput import FittedSpeed
 from yunlu.scheduler.policy.speed_by_type import SpeedByType
 from yunlu.scheduler.policy.values import Reason
-from yunlu.scheduler.spot.values import Mode
+from yunlu.scheduler.spot import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from yunlu.executors.lease_record import read_record
+from yunlu.executors.lease_executor import read_record
 from yunlu.executors.registry import is_elsewhere
 from yunlu.executors.usage import NodeUse, UsageMeter, read_uses
 from yunlu.executors.worker_process import recorded_worker

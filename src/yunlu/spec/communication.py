@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from yunlu.core.errors import did_you_mean
 from yunlu.core.value import Value
+from yunlu.spec.entry_points import CODECS, OWN_CODE, known_names
 from yunlu.spec.fields import Auto, Checked, Count, CountOrZero, Fraction, Positive, conflict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Guarantee = Literal["exact", "near", "relaxed"]
 MethodName = Literal[
@@ -32,6 +37,7 @@ Correction = Literal["none", "rate", "delay"]
 
 _METHODS: tuple[str, ...] = get_args(MethodName)
 _CODECS: tuple[str, ...] = get_args(CodecName)
+"""Built-in ones: what they keep is known. Others are ``relaxed``, and only used where named."""
 LOCAL = ("local", "post-local", "diloco")
 GUARANTEES: tuple[Guarantee, ...] = ("exact", "near", "relaxed")
 """From the strictest on."""
@@ -46,8 +52,8 @@ class CommunicationSpec(Value):
 
     method: Literal[MethodName, Auto] = "auto"
     """Which path they take: ``auto`` measures the links and takes the fastest that keeps the guarantee."""
-    codec: Literal[CodecName, Auto] = "auto"
-    """How they are packed; ``auto`` goes by the guarantee, and is ``none`` where a method is named."""
+    codec: str = Field(default="auto", min_length=1)
+    """How they are packed: a name (``yunlu schema`` lists them) or your own ``module:Class``; ``auto`` goes by the guarantee, and is ``none`` where a method is named."""
     guarantee: Literal[Guarantee, Auto] = "auto"
     """What may change: ``exact`` nothing but rounding; ``near`` the final loss by 1 %; ``relaxed`` more. ``auto`` is ``exact``, or what a named method and codec keep."""
     every: Count | Auto = "auto"
@@ -101,6 +107,8 @@ class CommunicationSpec(Value):
                 f"ask for {given}, or leave method and codec to auto",
             )
         self._check_options()
+        if self.method == "asynchronous" and self.codec not in ("auto", *_CODECS):
+            conflict("codec", f"{self.codec} is not known to servers; take one such as int8")
         if self.codec == "powersgd" and self.method in (*LOCAL, "asynchronous"):
             conflict(
                 "codec",
@@ -161,7 +169,7 @@ def spell_communication(text: str) -> dict[str, Any] | None:
         return {}
     if len(parts) == 1 and parts[0] in GUARANTEES:
         return {"guarantee": parts[0]}
-    if len(parts) == 1 and parts[0] in _CODECS:
+    if len(parts) == 1 and _is_codec(parts[0]) and parts[0] not in _METHODS:
         return {"codec": parts[0]}
     keys = ("method", "codec")
     return dict(zip(keys, parts, strict=False)) if all(parts) and len(parts) <= len(keys) else None
@@ -173,20 +181,37 @@ def _widen(value: Any) -> Any:
     spelt = spell_communication(value)
     if spelt is None:
         raise PydanticCustomError("not_communication", "expected communication")
-    for key, known in (("method", _METHODS), ("codec", _CODECS)):
+    for key in ("method", "codec"):
         word = spelt.get(key, "auto")
         if word in GUARANTEES:
             conflict(key, f"{word} is a guarantee, no {key}; write {{guarantee: {word}, ...}}")
-        if word not in (*known, "auto"):
+        is_known = _is_codec(word) if key == "codec" else word in _METHODS
+        if word != "auto" and not is_known:
+            known = _METHODS if key == "method" else codec_names()
             conflict(key, f"there is no {key} {word!r}; {did_you_mean(word, known)}")
     return spelt
+
+
+def codec_names() -> tuple[str, ...]:
+    """Codecs that a job can name: built in, or registered by a package."""
+    return tuple(dict.fromkeys((*_CODECS, *known_names(CODECS))))
+
+
+def _is_codec(word: str) -> bool:
+    return word in _CODECS or bool(re.fullmatch(OWN_CODE, word)) or word in codec_names()
+
+
+def text_pattern(codecs: Iterable[str] = _CODECS) -> str:
+    """Regular expression of the texts that ``spell_communication`` takes, with these codecs."""
+    packed = "|".join([*codecs, OWN_CODE.strip("^$")])
+    others = "|".join((*_METHODS, *GUARANTEES, "auto"))
+    return rf"^\s*({others}|{packed})(\s*\+\s*({packed}))?\s*$"
 
 
 _Text = Annotated[
     str,
     Field(
-        pattern=rf"^\s*({'|'.join((*_METHODS, *_CODECS, *GUARANTEES, 'auto'))})"
-        rf"(\s*\+\s*({'|'.join(_CODECS)}))?\s*$",
+        pattern=text_pattern(),
         json_schema_extra={"patternErrorMessage": "a method and a codec such as 'direct + int8'"},
     ),
 ]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from yunlu.core.errors import JobError
 from yunlu.core.secrets import find_secret, find_variable, is_secret_name, is_secret_option
-from yunlu.spec.explain import ValidationFinding
-from yunlu.spec.problems import InvalidJobError, Problem, show_path
+from yunlu.spec.schema import ValidationFinding
+from yunlu.spec.source import InvalidJobError, Problem, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from yunlu.spec.problems import Path
+    from yunlu.spec.source import Path
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 

@@ -156,10 +156,10 @@ class Job(Value):
 
     @model_validator(mode="after")
     def _base_width_fits_optimizer(self) -> Self:
-        optimizer = self.train.optimizer.name
+        optimizer = self.train.optimizer
         is_based = self.model.name == "transformer" and "mup_base" in self.model.args
-        if is_based and optimizer not in {"adam", "adamw"}:
-            conflict("model", f"args.mup_base goes with adam and adamw, not with {optimizer}")
+        if is_based and not optimizer.traits.has_mup:
+            conflict("model", f"args.mup_base has no rules for {optimizer.name}; adamw has")
         return self
 
 

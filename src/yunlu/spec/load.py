@@ -3,27 +3,101 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import sys
+import traceback
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, field_serializer
 
-from yunlu.core.errors import JobError
+from yunlu.core.errors import JobError, YunluError, did_you_mean
 from yunlu.core.limits import over_limit
 from yunlu.core.settings import read_limits
+from yunlu.core.value import Value
+from yunlu.spec.communication import codec_names
 from yunlu.spec.credentials import find_credentials
-from yunlu.spec.entry_points import OWN_CODE, TASKS, TRACKERS, known_names
-from yunlu.spec.explain import ValidationFinding, explain, show_value, unknown_name
+from yunlu.spec.entry_points import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
 from yunlu.spec.job import Job
 from yunlu.spec.overrides import apply_overrides
-from yunlu.spec.problems import InvalidJobError, Problem
-from yunlu.spec.python_file import read_python
+from yunlu.spec.schema import ValidationFinding, explain, home_of, show_value, unknown_name
 from yunlu.spec.search_checks import find_faults
-from yunlu.spec.source import SourceDocument, parse
+from yunlu.spec.source import InvalidJobError, Problem, SourceDocument, parse, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+
+def read_python(file: Path, name: str) -> Job:
+    """Run the user's file and take the job it calls ``name``."""
+    try:
+        result = _run(file, name)
+    except YunluError:
+        raise
+    except SyntaxError as error:
+        problem = Problem(
+            key="", message=f"not valid Python: {error.msg}", line=error.lineno, column=error.offset
+        )
+        raise InvalidJobError(error.filename or str(file), [problem]) from error
+    except ValidationError as error:
+        if home_of(error.title) is None:  # a class of the user's own
+            raise _failed(file, error) from error
+        line = _line_in(file, error)
+        problems = [
+            Problem(key=show_path(finding.path), message=finding.message, line=line)
+            for finding in explain(error)
+        ]
+        raise InvalidJobError(str(file), problems) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(file, error) from error
+    if not isinstance(result, Job):
+        raise JobError(
+            f"{file}: {name!r} is {type(result).__name__}; expected a yunlu.Job, "
+            "or a function without arguments that returns one."
+        )
+    return result
+
+
+def _run(file: Path, name: str) -> Any:
+    module_name = f"yunlu_job_{file.stem}"
+    spec = spec_from_file_location(module_name, file.absolute())
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    # As with `python file.py`, the file may import its neighbours.
+    folder = str(file.parent.absolute())
+    sys.path.insert(0, folder)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+        if name not in vars(module):
+            jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
+            functions = [key for key, value in vars(module).items() if _is_own(value, module_name)]
+            raise JobError(f"{file} has no {name!r}; {did_you_mean(name, jobs + functions)}.")
+        result = vars(module)[name]
+        return result() if callable(result) else result
+    finally:
+        sys.path.remove(folder)
+        del sys.modules[module_name]
+
+
+def _failed(file: Path, error: BaseException) -> InvalidJobError:
+    text = f"{type(error).__name__}: {error}"
+    return InvalidJobError(str(file), [Problem(key="", message=text, line=_line_in(file, error))])
+
+
+def _is_own(value: Any, module_name: str) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module_name
+
+
+def _line_in(file: Path, error: BaseException) -> int | None:
+    """The line of the user's file that was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if frame.filename == str(file.absolute())]
+    return own[-1] if own else None
+
 
 __all__ = ["InvalidJobError", "Problem", "job_from_mapping", "load_job", "source_of"]
 
@@ -140,6 +214,14 @@ def _validate(document: SourceDocument, where: str) -> Job:
 def _unknown_names(data: dict[str, Any]) -> Iterator[ValidationFinding]:
     if name := _unknown(data.get("task"), known := known_names(TASKS)):
         yield ValidationFinding(("task",), unknown_name("task", name, known))
+    for path, kind, list_names in (
+        (("search", "method"), "sampler", partial(known_names, SAMPLERS)),
+        (("communication", "codec"), "codec", codec_names),
+    ):
+        section = data.get(path[0])
+        value = section.get(path[1], "auto") if isinstance(section, dict) else "auto"
+        if value != "auto" and (name := _unknown(value, known := list_names())):
+            yield ValidationFinding(path, unknown_name(kind, name, known))
     trackers = data.get("trackers")
     for position, tracker in enumerate(trackers if isinstance(trackers, list) else []):
         if name := _unknown(tracker, known := known_names(TRACKERS)):
@@ -199,3 +281,53 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # longer than a name can be, or not ours to look at
         return False
+
+
+class JobProblem(Value):
+    """One problem of a job file; line and column count from 1, and are absent for overrides."""
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+    key: str | None = None
+    message: str
+    override: str | None = None
+    """The key of the ``--set`` that brought it in."""
+
+
+class Validation(Value):
+    """A job, or why a file does not hold one."""
+
+    job: Job | None = None
+    problems: tuple[JobProblem, ...] = ()
+    message: str = ""
+    """All problems in one text; empty where there are none."""
+    hint: str | None = None
+
+    @field_serializer("job")
+    def _dump_job(self, job: Job | None) -> dict[str, Any] | None:
+        # What the file does not set stays unset: a default may depend on other fields.
+        return None if job is None else job.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is a job."""
+        return self.job is not None
+
+    def require(self) -> Job:
+        """The job; raises where there is none."""
+        if self.job is None:
+            raise JobError(self.message, hint=self.hint)
+        return self.job
+
+
+def check_job(file: str, *, overrides: Sequence[str] = ()) -> Validation:
+    """Load a job file and collect its problems."""
+    try:
+        return Validation(job=load_job(file, overrides=overrides))
+    except InvalidJobError as error:
+        problems = tuple(JobProblem(file=file, **asdict(problem)) for problem in error.problems)
+        return Validation(problems=problems, message=error.message, hint=error.hint)
+    except JobError as error:
+        problem = JobProblem(file=file, message=str(error))
+        return Validation(problems=(problem,), message=error.message, hint=error.hint)

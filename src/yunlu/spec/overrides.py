@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from yunlu.core.errors import JobError
 from yunlu.core.value import Value
-from yunlu.spec.explain import show_value
 from yunlu.spec.job import SHORTHANDS, SPELLINGS, Job
-from yunlu.spec.problems import InvalidJobError, Path, Problem, show_path
+from yunlu.spec.schema import show_value
 from yunlu.spec.search import spell_range
-from yunlu.spec.source import SourceDocument, SourceLocation, parse
+from yunlu.spec.source import (
+    InvalidJobError,
+    Path,
+    Problem,
+    SourceDocument,
+    SourceLocation,
+    parse,
+    show_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

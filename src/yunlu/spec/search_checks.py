@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, did_you_mean, nearest
-from yunlu.spec.constraints import UnclearConstraintError, read_constraint
-from yunlu.spec.explain import ValidationFinding, explain, show_value
 from yunlu.spec.overrides import field_value, lay_fields
-from yunlu.spec.problems import Path, show_path
-from yunlu.spec.schema import homes_of, known_paths, schema_at
-from yunlu.spec.search import SearchSpec, decode_value, encode_value
+from yunlu.spec.schema import (
+    ValidationFinding,
+    explain,
+    homes_of,
+    known_paths,
+    schema_at,
+    show_value,
+)
+from yunlu.spec.search import (
+    SearchSpec,
+    UnclearConstraintError,
+    decode_value,
+    encode_value,
+    read_constraint,
+)
+from yunlu.spec.source import Path, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

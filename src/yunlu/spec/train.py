@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from yunlu.core.errors import did_you_mean
 from yunlu.core.value import Value
+from yunlu.spec.entry_points import OPTIMIZERS, known_names
 from yunlu.spec.fields import (
     Auto,
     Checked,
@@ -19,25 +21,31 @@ from yunlu.spec.fields import (
     conflict,
     shorthand,
 )
+from yunlu.spec.optimizers import HYPERPARAMETERS, OptimizerName, traits_of
+
+if TYPE_CHECKING:
+    from yunlu.spec.optimizers import OptimizerTraits
 
 
 class OptimizerSpec(Value):
     """How gradients become updates."""
 
-    name: Literal["sgd", "momentum", "adam", "adamw", "lamb", "lars"] = "adamw"
-    """The update rule."""
+    name: OptimizerName = "adamw"
+    """The update rule: the name of an installed optimiser."""
     lr: Positive | Auto = "auto"
     """Peak learning rate; ``auto`` follows the optimiser and the model, with the reason in the plan."""
     weight_decay: NotNegative | Auto = "auto"
-    """Decoupled decay of weights (not of biases and norms): AdamW, LAMB, LARS."""
+    """Decay of weights (not of biases and norms) by the rule of the optimiser, apart from ``train.l2``."""
     momentum: Fraction = 0.9
-    """SGD with momentum and LARS."""
+    """Share of the last update that is kept, where the optimiser has a momentum."""
     nesterov: bool = False
-    """Look ahead along the momentum: SGD with momentum."""
+    """Look ahead along the momentum, where the optimiser has one."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Adam, AdamW and LAMB."""
+    """Decay of the first and the second moment, where the optimiser has them."""
     eps: Positive = 1e-8
-    """Keeps Adam, AdamW and LAMB from dividing by zero."""
+    """Keeps optimisers with a second moment from dividing by zero."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments that only this optimiser has; the built-in ones have none."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows the batch: ``linear`` for SGD, ``sqrt`` for Adam and its kin."""
     base_batch: Count = 32
@@ -46,6 +54,34 @@ class OptimizerSpec(Value):
     """What the optimiser remembers of each weight: whole numbers, or a quarter of the memory."""
     kernel: Literal["auto", "fused", "foreach", "single"] = "auto"
     """How torch applies the update; ``auto`` takes the fastest."""
+
+    @model_validator(mode="after")
+    def _takes_own_defaults(self) -> Self:
+        # Without a single name the package runs uninstalled: then nothing can be said.
+        if self.model_fields_set.isdisjoint({"name", "args"}) or not known_names(OPTIMIZERS):
+            return self
+        declared = self.traits.hyperparameters
+        own = declared.keys() - set(HYPERPARAMETERS)
+        for key in self.args.keys() - own:
+            hint = did_you_mean(key, own) if own else "it has none of its own"
+            conflict("args", f"{self.name} has no argument {key!r}; {hint}")
+        # Not among the fields set: another name brings its own defaults.
+        unset = declared.keys() - own - self.model_fields_set
+        vars(self).update({name: declared[name] for name in unset})
+        return self
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """What is known of the optimiser."""
+        return traits_of(self.name)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The values of all hyper-parameters that the optimiser reads."""
+        return {
+            name: getattr(self, name) if name in HYPERPARAMETERS else self.args.get(name, default)
+            for name, default in self.traits.hyperparameters.items()
+        }
 
 
 class ScheduleSpec(Value):
@@ -207,7 +243,7 @@ class TrainSpec(Value):
     def _agrees_with_itself(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             conflict("steps", "set either epochs or steps, not both")
-        if self.l2 and self.optimizer.name in {"adamw", "lamb"}:
+        if self.l2 and self.optimizer.traits.decays_by == "weight_decay":
             conflict(
                 "l2",
                 f"l2 is coupled to the gradient and has no clear meaning under "
@@ -216,8 +252,8 @@ class TrainSpec(Value):
         micro, batch = self.micro_batch, self.batch
         if micro != "auto" and batch != "auto" and micro > batch:
             conflict("micro_batch", f"{micro} is above batch {batch}")
-        if self.optimizer.state == "8bit" and self.optimizer.name not in {"adam", "adamw"}:
-            conflict("optimizer", f"state: 8bit is for adam and adamw, not {self.optimizer.name}")
+        if self.optimizer.state == "8bit" and not self.optimizer.traits.has_8bit_state:
+            conflict("optimizer", f"{self.optimizer.name} has no state: 8bit")
         if self.optimizer.state == "8bit" and self.optimizer.kernel not in {"auto", "single"}:
             conflict("optimizer", f"state: 8bit has no {self.optimizer.kernel} kernel")
         if self.adapt_precision is True and self.precision in {"fp32", "tf32", "fp8"}:

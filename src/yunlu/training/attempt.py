@@ -8,9 +8,8 @@ import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
+from yunlu.core.processes import start_time
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import Claim, HeldClaim
 from yunlu.training.callbacks import StopRequest
@@ -50,7 +49,7 @@ def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tupl
     ``began_at`` is given where the run is younger than the process.
     """
     number = len(read_attempts(directory)) + 1
-    process_at = psutil.Process().create_time()
+    process_at = start_time()
     began_at = process_at if began_at is None else began_at
     directory.emit(
         AttemptStarted(

@@ -15,14 +15,13 @@ from yunlu.core.value import Value
 from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
 from yunlu.planning.schedule import rate
 from yunlu.runs.events import BatchChanged
-from yunlu.training.data.batch_phases import SwitchedOrder
-from yunlu.training.data.sample_order import make_order
+from yunlu.training.data.sample_order import SwitchedOrder, make_order
 from yunlu.training.engine_builders import make_sample_order
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.data.batch_phases import RunOrder
+    from yunlu.training.data.sample_order import RunOrder
     from yunlu.training.engine import Engine
 
 CHANGE_EVERY = 20

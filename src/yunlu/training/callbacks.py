@@ -28,12 +28,11 @@ from yunlu.training.trial_control import PruneDecision, open_trial_control
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.checkpoint.files import CheckpointEntry
-    from yunlu.training.checkpoint.reader import CheckpointReader
-    from yunlu.training.checkpoint.save_group import SaveGroup
-    from yunlu.training.communication.step_sync import StepRequest
+    from yunlu.training.checkpoint.files import CheckpointEntry, CheckpointReader
+    from yunlu.training.checkpoint.store import SaveGroup
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
+    from yunlu.training.single_worker import StepRequest
     from yunlu.training.trackers.registry import TrackerThread
 
 
@@ -148,6 +147,15 @@ class TrainingCallbacks:
     def samples_done(self) -> int:
         """Samples consumed over all attempts."""
         return self._engine.order.samples_before(self._engine.steps_done)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has made its last step."""
+        engine = self._engine
+        return self.stopped_early or engine.steps_done >= engine.batch_schedule.steps
+
+    def begin_phase(self, phase: str) -> None:
+        """Begin a long phase that is not a step; nobody watches over a single worker."""
 
     def resume(self) -> int | None:
         """Restore the newest valid checkpoint, if there is one; returns its step."""

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.planning.layout import Layout
 from yunlu.runs.events import MemoryExhausted
 from yunlu.training.batch_schedule import BatchSchedule
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
-from yunlu.training.communication.engine_communication import EngineCommunication
 from yunlu.training.compiler import (
     compile_model,
     compiled_call,
     set_compiled_call,
     xla_device,
 )
-from yunlu.training.data.batches import BatchShard, step_batches
-from yunlu.training.data.lengths import lengths_of
+from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
 from yunlu.training.engine_builders import (
     average_buffers,
     make_average,
@@ -46,18 +43,20 @@ from yunlu.training.memory.out_of_memory import (
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.optim.frozen_adam import hold_moments
 from yunlu.training.optim.plateau import Plateau
-from yunlu.training.parallel.tensor_slices import find_aliases
-from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
+from yunlu.training.single_worker import SingleCommunication, SingleWorld
 from yunlu.training.tasks.task import collate_for
+from yunlu.training.tensor_slices import find_aliases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
-    from yunlu.training.communication.step_sync import StepRequest, StepTotals
-    from yunlu.training.data.batch_phases import RunOrder
+    from yunlu.training.communication.engine_communication import EngineCommunication
+    from yunlu.training.data.sample_order import RunOrder
+    from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import StepRequest, StepTotals
     from yunlu.training.tasks.task import Batch
     from yunlu.training.training_inputs import TrainingInputs
 
@@ -79,11 +78,11 @@ class Engine:
         world: World | None = None,
         optimizer_of: Callable[..., tuple[Any, Any]] = make_optimizer,
     ) -> None:
-        """``emit`` receives events that occur inside a step."""
+        """``emit`` receives events that occur inside a step; ``world`` is given in a worker group."""
         self.emit = emit
         self.job, self.plan, self.task, self.splits = job, plan, inputs.task, inputs.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
-        self.world = world or World(layout=Layout(), rank=0, device=self.device)
+        self.world: SingleWorld = world or SingleWorld(device=self.device)
         self.model = inputs.model.to(self.device)
         self.micro_batch = plan.micro_batch
         train = job.train
@@ -96,8 +95,7 @@ class Engine:
         self.batch_schedule = BatchSchedule(
             job, plan, self.lengths, samples=samples, replicas=replicas
         )
-        self.communication = EngineCommunication(job, plan, self.model, self.batch_schedule, emit)
-        self.communication.join(self.world, self.steps_done)
+        self.communication = self._open_communication(world)
         self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
         self.weights = self.wrapped.leaves
         self._start = StepRestorePoint(*self.wrapped.parts)
@@ -125,6 +123,16 @@ class Engine:
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
             compile_model(self.model, plan.compile, self.device)
+
+    def _open_communication(self, world: World | None) -> SingleCommunication | EngineCommunication:
+        if world is None:
+            return SingleCommunication(self.batch_schedule)
+        # A single worker imports no code of worker groups.
+        from yunlu.training.communication.engine_communication import EngineCommunication  # noqa: PLC0415
+
+        group = EngineCommunication(self.job, self.plan, self.model, self.batch_schedule, self.emit)
+        group.join(world, self.steps_done)
+        return group
 
     def batches(self) -> Iterator[list[Batch]]:
         """Micro-batches of the remaining steps; resumes where the last attempt stopped."""
@@ -164,6 +172,7 @@ class Engine:
             # Workers have different optimiser state: from now on their updates must be equal.
             self.optimizer.state.clear()
             self.communication.has_own_moments = False
+        # On one worker too: a checkpoint of a worker group may have held them.
         hold_moments(self.optimizer, held=self.communication.communicator.holds_moments)
 
     def _wrap_again(self) -> None:
@@ -329,6 +338,7 @@ class Engine:
         if world.layout != self.world.layout:
             self.micro_batch = micro_batch
         self.world = world
+        assert not isinstance(self.communication, SingleCommunication)
         self.communication.join_next(world, self.steps_done)
         self._wrap_again()
 

@@ -10,11 +10,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from yunlu.planning.large_batch import phases_of
 from yunlu.training.compiler import run_xla_steps
-from yunlu.training.data.batch_phases import PhasedOrder
-from yunlu.training.data.sample_order import make_order
+from yunlu.training.data.sample_order import PhasedOrder, make_order
 from yunlu.training.memory.gradient_release import ReleasingOptimizer, release_gradients
 from yunlu.training.optim.build import build_optimizer
-from yunlu.training.parallel.single_model import SingleModel
+from yunlu.training.single_worker import SingleModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.communication.communicator import Communicator
-    from yunlu.training.parallel.single_model import WrappedModel
-    from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import SingleCommunication, SingleWorld, WrappedModel
 
 
-def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> WrappedModel:
+def wrap_model(
+    model: nn.Module, world: SingleWorld, communicator: Communicator | SingleCommunication
+) -> WrappedModel:
     """Distribute a model over the workers; a single worker imports no parallel code."""
     if communicator.is_local_update and communicator.allreducer is not None:
         from yunlu.training.parallel.site_replicas import SiteReplicas  # noqa: PLC0415 - as below
@@ -37,13 +37,15 @@ def wrap_model(model: nn.Module, world: World, communicator: Communicator) -> Wr
     if world.layout.is_single or communicator.is_local_update:
         return SingleModel(model)
     from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.world import World  # noqa: PLC0415 - as above
 
+    assert isinstance(world, World)
     return ParallelModel(
         model, world, communicator.allreducer, bucket_bytes=communicator.bucket_bytes
     )
 
 
-def average_buffers(world: World, model: nn.Module, average: AveragedModel | None) -> None:
+def average_buffers(world: SingleWorld, model: nn.Module, average: AveragedModel | None) -> None:
     """Average buffers and the moving average over all workers: each updates its own copy."""
     averaged = [] if average is None else average.module.state_dict().values()
     world.average([*model.buffers(), *averaged])

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import DataError
 from yunlu.training.checkpoint import state as states
 from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.parallel.optimizer_state import (
+from yunlu.training.optimizer_state import (
     empty_optimizer_shards,
     fill_optimizer,
     install_optimizer,
     optimizer_shards,
     parameter_shards,
 )
-from yunlu.training.parallel.tensor_slices import (
+from yunlu.training.tensor_slices import (
     ShardGroupReader,
     TensorShard,
     full_slice,
     weights_of,
 )
-from yunlu.training.parallel.tensor_slices import fill as fill_shards
+from yunlu.training.tensor_slices import fill as fill_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from yunlu.training.checkpoint.reader import CheckpointReader
+    from yunlu.training.checkpoint.files import CheckpointReader
     from yunlu.training.engine import Engine
-    from yunlu.training.parallel.tensor_slices import TensorSpec
+    from yunlu.training.tensor_slices import TensorSpec
 
 Groups = dict[str, dict[str, TensorShard]]
 

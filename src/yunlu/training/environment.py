@@ -13,7 +13,7 @@ from yunlu import __version__
 from yunlu.core.secrets import mask
 
 if TYPE_CHECKING:
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
 
 PACKAGES = (
     "torch",

@@ -19,8 +19,9 @@ from yunlu.runs.run_store import Area, require_local
 from yunlu.training.checkpoint.state import copy_weights
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
 from yunlu.training.models.initial_weights import describe_base
+from yunlu.training.models.keras import KerasModule
 from yunlu.training.quantize import convert_int8
-from yunlu.training.tasks.task import SavesArtifacts
+from yunlu.training.tasks.task import Predicts, SavesArtifacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.tasks.task import Splits, Task
+
+
+JOB_FILE = "job.json"
+"""The job that trained a model, for whoever gets the model without the run."""
+KERAS_FILE = "model.keras"
+"""A Keras model as Keras reads it: the architecture is in no other file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +68,10 @@ def export(
             convert_int8(model, aside)
         if isinstance(task, SavesArtifacts):
             task.save_artifacts(aside)
-        (aside / "job.json").write_text(job.model_dump_json(indent=2))
-        (aside / "README.md").write_text(mask(_card(run, job, model, lineage)), encoding="utf-8")
+        (aside / JOB_FILE).write_text(job.model_dump_json(indent=2))
+        (aside / "README.md").write_text(
+            mask(_card(run, job, task, model, lineage)), encoding="utf-8"
+        )
         restrict_tree(aside)
         sync_tree(aside)  # a finished run is not resumed: its model must survive a power cut
         shutil.rmtree(published, ignore_errors=True)
@@ -96,6 +105,8 @@ def _write_weights(directory: Path, job: Job, model: nn.Module) -> None:
     save_file(
         full_precision, directory / "model.safetensors", metadata={"aliases": json.dumps(aliases)}
     )
+    if isinstance(model, KerasModule):
+        model.save(directory / KERAS_FILE)
     config = {"model": job.model.model_dump(mode="json"), "class": _class_name(model)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -104,7 +115,13 @@ def _class_name(model: nn.Module) -> str:
     return f"{type(model).__module__}:{type(model).__qualname__}"
 
 
-def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> str:
+def _card(
+    run: RunStore,
+    job: Job,
+    task: Task,
+    model: nn.Module,
+    lineage: ModelLineage,
+) -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
     description = lineage.splits.about
     rows = [
@@ -147,12 +164,29 @@ def _card(run: RunStore, job: Job, model: nn.Module, lineage: ModelLineage) -> s
         f"- packages: {_packages(lineage.environment)}",
         "- the whole job is in `job.json`; weights are in safetensors, which runs no code on loading",
         "",
+        *_usage(run, task),
         "## Limits",
         "",
         "The figures hold for data like the test split. Nothing else was checked.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _usage(run: RunStore, task: Task) -> list[str]:
+    """How to predict with it."""
+    if not isinstance(task, Predicts):
+        return []
+    return [
+        "## Use",
+        "",
+        "```python",
+        "import yunlu",
+        f'model = yunlu.load_model("{run.id}")  # or the path of this directory',
+        "print(model.predict(inputs))  # a list of inputs like those of the training data",
+        "```",
+        "",
+    ]
 
 
 def _origin(job: Job) -> list[str]:

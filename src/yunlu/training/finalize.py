@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from yunlu.runs.events import ModelExported, PredictionMeasured, ProgressReported
+from yunlu.planning.plan import Measurement
+from yunlu.runs.events import (
+    AttemptStarted,
+    ModelExported,
+    PredictionMeasured,
+    ProgressReported,
+)
 from yunlu.runs.run_store import Area
 from yunlu.training.export import ModelLineage, export
-from yunlu.training.run_measurement import measure_run
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.runs.run_store import RunStore
     from yunlu.training.callbacks import TrainingCallbacks
     from yunlu.training.engine import Engine
@@ -59,3 +66,33 @@ def _assemble_model(engine: Engine, template: nn.Module | None) -> nn.Module | N
 
     assert template is not None
     return gather_model(engine, template)
+
+
+def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measurement:
+    """Memory, step time, throughput, total time and cost of a run that is about to finish."""
+    # A step that a later attempt repeated is logged twice; the later record wins. Two numbers of each
+    # step, not its record: millions of records would not fit into memory beside the model.
+    spans_s, memory_bytes = dict[int, float](), 0
+    for record, _ in directory.read_metrics():
+        spans_s[record["step"]] = record["data_s"] + record["compute_s"]
+        memory_bytes = max(memory_bytes, record.get("memory_bytes", 0))
+    spans = list(spans_s.values())
+    total_s = _active_seconds(directory)
+    price = machine.dollars_per_hour
+    return Measurement(
+        memory_bytes=memory_bytes,
+        step_s=median(spans) if spans else 0.0,
+        samples_per_s=samples / sum(spans) if spans else 0.0,
+        total_s=total_s,
+        dollars=None if price is None else price * total_s / 3600,
+    )
+
+
+def _active_seconds(directory: RunStore) -> float:
+    total_s, began_at, seen_at = 0.0, None, 0.0
+    for event, _ in directory.read_events():
+        if isinstance(event, AttemptStarted):
+            total_s += seen_at - began_at if began_at is not None else 0.0
+            began_at = event.began_at
+        seen_at = event.at
+    return total_s + (time.time() - began_at if began_at is not None else 0.0)

@@ -13,8 +13,8 @@ from yunlu.training.guard import StepVerdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.engine import Engine
+    from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import Batch
 
 
@@ -37,7 +37,7 @@ class Step:
     """Time spent waiting for other workers."""
     samples: int = 0
     digest: int = 0
-    """Of the samples it took: see ``communication.agreement``."""
+    """Of the samples it took: see ``StepTotals``."""
 
 
 class LoopCallbacks(Protocol):

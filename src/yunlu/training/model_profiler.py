@@ -32,12 +32,15 @@ from yunlu.planning.models.hf_config import shape_from_config
 from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
 from yunlu.planning.models.shape import ModelShape
 from yunlu.spec.job import Job
-from yunlu.training.data.lengths import lengths_of
+from yunlu.training.data.batches import lengths_of
 from yunlu.training.models.adapter import add_adapter
-from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.hf import is_hf, split_revision
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import allow_single_samples
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.parallel.pipeline_stages import why_not_split
 from yunlu.training.parallel.tensor_parallel import why_not_tensor
 from yunlu.training.tasks.registry import open_task

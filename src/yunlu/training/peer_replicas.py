@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from yunlu.training.elastic.messages import HeldState
 from yunlu.training.parallel.redistribute import gather_json, redistribute
-from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, join_groups
+from yunlu.training.tensor_slices import TensorShard, TensorSlice, join_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,16 +10,17 @@ from yunlu.core.errors import DataError
 from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.planner import make_plan
-from yunlu.runs.documents import require_plan, write_plan
+from yunlu.planning.refine import refine
+from yunlu.runs.documents import read_submitted_plan, require_plan, write_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document
 from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.packages import dataset_commit
 from yunlu.training.data.sources import is_hub_dataset
-from yunlu.training.models.batch_norm import allow_single_samples
 from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, split_revision
 from yunlu.training.models.initial_weights import load_initial_weights
+from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
 from yunlu.training.probing.machine_profile import load_or_measure
@@ -33,7 +34,7 @@ from yunlu.training.training_inputs import TrainingInputs
 if TYPE_CHECKING:
     from torch import nn
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
@@ -118,7 +119,10 @@ def build_model(job: Job, task: Task) -> tuple[nn.Module, WeightsOrigin | None]:
 def load_or_make_plan(
     directory: RunStore, job: Job, inputs: TrainingInputs, machine: Machine, *, started_at: float
 ) -> Plan:
-    """Load the plan of an earlier attempt, or make one: a resumed run keeps its plan."""
+    """Load the plan of an earlier attempt, or make one: a resumed run keeps its plan.
+
+    A plan that was submitted with the run is refined: what measurements changed in it is part of the plan.
+    """
     if directory.has(Document.PLAN):
         plan = require_plan(directory)
     else:
@@ -138,6 +142,8 @@ def load_or_make_plan(
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
         plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
+        if (submitted := read_submitted_plan(directory)) is not None:
+            plan = refine(submitted, plan)
         write_plan(directory, plan)
     directory.emit(PlanMade(plan=plan))
     return plan

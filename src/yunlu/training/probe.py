@@ -25,7 +25,7 @@ from yunlu.core.cgroup import Cgroup, read_cgroup
 from yunlu.core.files import write_atomically
 from yunlu.core.private_files import make_directory
 from yunlu.core.settings import read_settings
-from yunlu.hardware.machine import Device, Machine, PrecisionSpeed
+from yunlu.hardware.fleet import Device, Machine, PrecisionSpeed
 from yunlu.planning.machine_profile import read_processor
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ from yunlu.planning.planner import (
     memory_room_bytes,
 )
 from yunlu.planning.splitting import optimizer_state_bytes
-from yunlu.training.autotune.knobs import start_settings
 from yunlu.training.autotune.memory_fit import fit_memory
 from yunlu.training.autotune.timer import ModelTimer
-from yunlu.training.autotune.tune import tune
+from yunlu.training.autotune.tune import start_settings, tune
 from yunlu.training.checkpoint.state import copy_random, restore_random
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
 from yunlu.training.memory.resident import peak_resident_bytes
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import OperatorWork
     from yunlu.planning.split_constraints import SplitConstraints
@@ -61,7 +60,7 @@ def measure(
     trainable = sum(weight.numel() for weight in weights if weight.requires_grad)
     resident = psutil.Process().memory_info().rss if device.type == "cpu" else _weight_bytes(model)
     fixed = fixed_bytes(job, resident_bytes=resident, parameters=parameters, trainable=trainable)
-    room = memory_room_bytes(job, machine.best_device, fixed)
+    room = memory_room_bytes(job, machine.best_device.memory_bytes, fixed)
     batch = choose_batch(job, len(splits.train))
     model.to(device)
     timer = ModelTimer(job, inputs, device, batch=batch)
@@ -122,7 +121,7 @@ def _count(
     job: Job, inputs: TrainingInputs, timer: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> OperatorWork | None:
     """Operators of a step, counted on a few samples."""
-    from yunlu.training.probing.operator_counts import count_step  # noqa: PLC0415 - only for a new plan
+    from yunlu.training.probing.microbenchmarks import count_step  # noqa: PLC0415 - only for a new plan
 
     plain = settings.model_copy(update={"compile": "none"})
     timer.switch(plain)

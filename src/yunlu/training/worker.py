@@ -10,23 +10,21 @@ import json
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.core.errors import TrainingError
+from yunlu.core.launch import detect_launch
 from yunlu.core.private_process import make_process_private
+from yunlu.core.processes import die_with_parent
 from yunlu.core.secrets import mask, mask_value
-from yunlu.planning.layout import Layout
-from yunlu.planning.planner import cap_bytes
-from yunlu.planning.splitting import fit_plan
+from yunlu.core.settings import launch_variables
 from yunlu.runs.documents import read_job
-from yunlu.runs.events import EnvironmentRecorded, ErrorRaised
+from yunlu.runs.events import ErrorRaised
 from yunlu.runs.home import open_run
 from yunlu.runs.states import RunState
-from yunlu.training import loop
 from yunlu.training.attempt import (
     RunBusyError,
     as_user_error,
@@ -35,33 +33,42 @@ from yunlu.training.attempt import (
     run_lock,
     signals_as_stop,
 )
-from yunlu.training.callbacks import TrainingCallbacks
-from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.determinism import set_deterministic
-from yunlu.training.engine import Engine
-from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finalize
-from yunlu.training.memory.out_of_memory import memory_capped
-from yunlu.training.prepare import load_or_make_plan, prepare
-from yunlu.training.probe import probe_machine
-from yunlu.training.trackers.registry import TrackerThread, open_trackers
+from yunlu.training.runner import Runner
+from yunlu.training.topology.single import SingleTopology
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.callbacks import StopRequest
     from yunlu.training.tasks.task import Task
 
 
 def main() -> int:
     """The command line that executors use."""
     parser = argparse.ArgumentParser(prog="yunlu.training.worker")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, help="the run's directory; - on launched ranks but 0")
     parser.add_argument("--plan-only", action="store_true")
+    parser.add_argument(
+        "--launched", action="store_true", help="as one of a launch (torchrun, ...)"
+    )
+    parser.add_argument("--parent", type=int, help="end when this process ends")
+    parser.add_argument("--run-index", type=int, default=0, help="runs this launch trained before")
     arguments = parser.parse_args()
     make_process_private()
-    state = run(arguments.run, plan_only=arguments.plan_only)
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
+    if not arguments.launched:
+        state = run(arguments.run, plan_only=arguments.plan_only)
+        return 1 if state is RunState.FAILED else 0
+    launch, is_follower = detect_launch(launch_variables()), str(arguments.run) == "-"
+    if launch is None or (launch.rank == 0) == is_follower:
+        parser.error("for externally launched processes only; rank 0 is given the directory")
+    # A single worker imports no code of worker groups.
+    from yunlu.training.topology.launched import run_launched  # noqa: PLC0415
+
+    path = None if is_follower else arguments.run.absolute()
+    state = run_launched(path, launch, run_index=arguments.run_index)
     return 1 if state is RunState.FAILED else 0
 
 
@@ -73,9 +80,11 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
             # In a user's own Python process the run begins now, not when that process did.
             began_at = None if _is_worker_process() else time.time()
             attempt, started_at = begin_attempt(directory, began_at=began_at)
-            return _run_attempt(
-                directory, task, stop, attempt=attempt, started_at=started_at, plan_only=plan_only
-            )
+            job = read_job(directory)
+            change_state(directory, RunState.PLANNING)
+            topology = SingleTopology(stop, task=task, plan_only=plan_only)
+            runner = Runner(directory, job, topology, attempt=attempt)
+            return runner.run_attempt(started_at=started_at)
     except (
         RunBusyError
     ) as error:  # the run belongs to another worker: nothing of ours goes into its log
@@ -84,71 +93,6 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
     except Exception as error:  # noqa: BLE001 (the last handler: every failure becomes an event)
         _report_failure(directory, error)
         return RunState.FAILED
-
-
-def _run_attempt(
-    directory: RunStore,
-    task: Task | None,
-    stop: StopRequest,
-    *,
-    attempt: int,
-    started_at: float,
-    plan_only: bool,
-) -> RunState:
-    job = read_job(directory)
-    change_state(directory, RunState.PLANNING)
-    machine = probe_machine()
-    environment = describe_environment(machine)
-    directory.emit(EnvironmentRecorded(**environment))
-    set_deterministic(job.train.deterministic)
-    inputs = prepare(directory, job, task)
-    plan = load_or_make_plan(directory, job, inputs, machine, started_at=started_at)
-    if plan_only or stop.is_set:
-        reason = (
-            "only the plan was requested" if plan_only else "stop requested before the first step"
-        )
-        return change_state(directory, RunState.STOPPED, reason=reason)
-
-    if not plan.layout.is_single:  # of an earlier attempt on several workers
-        plan = fit_plan(plan, job, Layout(), cores=machine.cores)
-    torch.set_num_threads(plan.threads)
-    seed_everything(job.train.seed)
-    engine = Engine(job, plan, inputs, directory.emit)
-    trackers = TrackerThread(
-        open_trackers(["tensorboard", *job.trackers]),
-        warn=directory.warn,
-    )
-    callbacks = TrainingCallbacks(engine, directory, trackers=trackers, stop=stop, attempt=attempt)
-    state, summary = RunState.FAILED, dict[str, Any]()
-    try:
-        resumed_from = callbacks.resume()
-        trackers.start(directory, job, resumed=resumed_from is not None)
-        change_state(directory, RunState.RUNNING, resumed_from_step=resumed_from)
-        if not callbacks.stopped_early:
-            trace = _tracing(engine, directory) if job.train.profile else nullcontext()
-            with memory_capped(cap_bytes(job, machine)), trace:
-                loop.run(engine, callbacks)
-        callbacks.log.flush()
-        callbacks.checkpoints.wait()
-        if engine.steps_done < engine.batch_schedule.steps and not callbacks.stopped_early:
-            state = RunState.STOPPED
-        else:
-            summary = finalize(directory, engine, callbacks, environment, machine)
-            state = RunState.FINISHED
-    finally:
-        with suppress(OSError, TrainingError):  # an earlier failure takes precedence
-            callbacks.log.flush()
-        callbacks.checkpoints.close()
-        engine.close()
-        trackers.finish(state=state, summary=summary)
-    reason = {} if callbacks.decision is None else {"reason": callbacks.decision.reason}
-    return change_state(directory, state, **reason)
-
-
-def _tracing(engine: Engine, directory: RunStore) -> AbstractContextManager[None]:
-    from yunlu.training.trace import traced  # noqa: PLC0415 - the profiler is slow to import
-
-    return traced(engine, directory)
 
 
 def _is_worker_process() -> bool:

@@ -12,8 +12,7 @@ from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import count_gpus
-from yunlu.hardware.offer import HERE
-from yunlu.planning.search.options import Interval
+from yunlu.planning.plan import Interval
 from yunlu.spec.goal import read_span_s
 from yunlu.tuning.rungs import find_size, plan_alone
 from yunlu.tuning.stages import count_population, count_space, expect_stages, find_stop, makespan_s
@@ -141,23 +140,18 @@ def predict_study(request: StudyRequest, *, devices: int) -> StudyForecast:
 def find_trial_time(job: Job, *, devices: int) -> TrialTime | None:
     """A full training on one device of this machine, from its profile and earlier runs of the same work."""
     from yunlu.jobs.calibration import this_machine  # noqa: PLC0415 (slow to import)
-    from yunlu.jobs.plan_options import plan_options  # noqa: PLC0415 (as above)
+    from yunlu.jobs.submitted_plan import plan_here  # noqa: PLC0415 (as above)
 
     if this_machine() is None:
         return None  # never probed: the first trials will show
-    goal = job.goal.model_copy(
-        update={"cloud": [HERE], "gpu": None, "region": None, "budget": None, "deadline": None}
-    )
-    alone = job.model_copy(update={"goal": goal, "devices": 1})
-    try:
-        option = plan_options(alone, top=1).best
-    except YunluError:
+    plan = plan_here(job.model_copy(update={"devices": 1}), measure=True)
+    if plan is None:
         return None  # nothing is known about the model
-    start_s = option.total_parts.get("start_up", _START_S)
+    start_s = plan.prediction.total_parts.get("start_up", _START_S)
     # Without GPUs, a device is a share of the processor, which was predicted as a whole; but a start-up is
     # the work of one core.
     slower = 1 if count_gpus() else devices
-    whole = option.total_s
+    whole = plan.total_s
     seconds = max(whole.value - start_s, 0.0) * slower + start_s
     return TrialTime(
         seconds=whole.times(seconds / whole.value),

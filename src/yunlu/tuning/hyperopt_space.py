@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
-from yunlu.spec.explain import explain
+from yunlu.spec.schema import explain
 from yunlu.spec.search import DimensionSpec
 
 if TYPE_CHECKING:

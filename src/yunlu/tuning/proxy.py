@@ -1,7 +1,7 @@
 """A narrow proxy of a transformer: search there, transfer the settings to the wide model.
 
 Our transformers can be parametrised so that one learning rate suits all widths (µP, Yang et al. 2022,
-arXiv 2203.03466; ``training/models/mup.py``). The proxy has the depth, data and steps of its target and a
+arXiv 2203.03466; ``training/models/transformer.py``). The proxy has the depth, data and steps of its target and a
 fraction of its width; the target is then trained with ``model.args.mup_base`` at the proxy's width.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
 from yunlu.spec.layout import LayoutSpec
+from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from yunlu.spec.job import Job
     from yunlu.tuning.values import Params
 
-_TASKS = ("language-modeling", "text-classification")
+_KINDS = ("causal", "classifier")
+"""Of our transformers, those that have a proxy."""
 """Those whose ``transformer`` takes ``mup_base``."""
 _WIDTH, _HEADS = 128, 4
 """Defaults of our transformers."""
@@ -34,7 +36,7 @@ _BOUND = {
     "model.args.layers": "rates are carried over between widths, not depths",
     "model.args.mup_base": "it is the proxy's width",
     "model.args.mup_heads": "it follows the proxy's width",
-    "train.optimizer.name": "only Adam and AdamW carry over",
+    "train.optimizer.name": "rates are carried over between widths, not optimisers",
     "devices": "the target is larger",
     "layout": "the target is larger",
 }
@@ -110,19 +112,19 @@ def find_doubts(fields: Iterable[str]) -> list[str]:
 
 def _check_job(job: Job) -> None:
     model = job.model
-    if job.task not in _TASKS or model.name != "transformer":
+    if traits_of(job.task).transformer not in _KINDS or model.name != "transformer":
         raise JobError(
             f"There is no proxy for {model.name} in {job.task}.",
-            hint=f"proxies are of our own transformer, in {' and '.join(_TASKS)}",
+            hint="proxies are of our own transformer, in language-modeling and text-classification",
         )
     if model.weights is not None or model.adapter is not None:
         raise JobError(
             "A proxy replaces a model trained from scratch, not trained weights or an adapter.",
             hint="remove model.weights and model.adapter, or search without a proxy",
         )
-    if job.train.optimizer.name not in {"adam", "adamw"}:
+    if not job.train.optimizer.traits.has_mup:
         raise JobError(
-            f"Rates carry over from a proxy with adam and adamw, not with {job.train.optimizer.name}.",
+            f"Rates do not carry over from a proxy with {job.train.optimizer.name}.",
             hint="set train.optimizer to adamw, or search without a proxy",
         )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import DataError
-from yunlu.jobs.dataset_size import LANGUAGE_MODELING, measure_dataset
+from yunlu.jobs.dataset_size import measure_dataset
 from yunlu.jobs.lifecycle import make_plan
 from yunlu.planning.planner import DEFAULT_EPOCHS, choose_batch, count_steps
+from yunlu.spec.task_traits import traits_of
 from yunlu.tuning.study_dir import StudyError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def count_rungs(job: Job) -> int | None:
         return math.ceil((train.epochs or DEFAULT_EPOCHS) - 1e-9)
     if isinstance(train.evaluate, int) and train.steps is not None:
         return math.ceil(train.steps / train.evaluate)
-    if train.evaluate == "never" or job.task == LANGUAGE_MODELING:
+    if train.evaluate == "never" or traits_of(job.task).is_stream:
         return None  # how many blocks a text has depends on its tokens
     try:
         samples = measure_dataset(job, seq=1).train

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, cast
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
-from yunlu.spec.constraints import UnclearConstraintError, read_constraint
-from yunlu.spec.explain import explain
 from yunlu.spec.overrides import field_value, lay_fields
-from yunlu.spec.problems import InvalidJobError, Problem, show_path
-from yunlu.spec.search import decode_value, encode_value
+from yunlu.spec.schema import explain
+from yunlu.spec.search import UnclearConstraintError, decode_value, encode_value, read_constraint
 from yunlu.spec.search_checks import find_faults, parents_first, wanted_values
+from yunlu.spec.source import InvalidJobError, Problem, show_path
 from yunlu.tuning.values import Dimension
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
-from yunlu.tuning.methods.grid import list_settings
+from yunlu.tuning.methods.samplers import list_settings
 from yunlu.tuning.space import list_values, make_dimensions
 from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 

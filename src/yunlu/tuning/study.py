@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from yunlu.jobs.job_input import build_job
-from yunlu.tuning.external_trials import check_function, describe_error, read_numbers
 from yunlu.tuning.facts import find_best
 from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.setup import (
@@ -23,8 +22,7 @@ from yunlu.tuning.setup import (
     with_search,
 )
 from yunlu.tuning.study_dir import StudyError
-from yunlu.tuning.study_runner.objectives import check_failures
-from yunlu.tuning.study_runner.runner import run_to_end
+from yunlu.tuning.study_runner.runner import check_failures, run_to_end
 from yunlu.tuning.study_runner.trial_runs import make_job
 from yunlu.tuning.values import EndStudy, Point, StartTrial, StudySnapshot, TrialState
 
@@ -35,9 +33,41 @@ if TYPE_CHECKING:
     from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
     from yunlu.tuning.forecast import StudyForecast
     from yunlu.tuning.records import Records
-    from yunlu.tuning.study_runner.slot_allocation import Elastic
-    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_runner.slots import Elastic, Slots
     from yunlu.tuning.values import Action, Method, Params
+
+
+def check_function(function: Any, dollars: float | None) -> None:
+    """Refuse what cannot be called, and budgets that cannot be tracked."""
+    if not callable(function):
+        raise StudyError(
+            f"optimize calls a function for each trial, and {function!r} is none",
+            hint="trials=N says how many there are; without a function they are runs of the job",
+        )
+    if dollars is not None:
+        raise StudyError(
+            "a budget applies to runs: the cost of your own function is unknown",
+            hint="limit it by trials or deadline",
+        )
+
+
+def read_numbers(value: Any) -> list[float]:
+    """One number or several, be they Python's, an array's or a tensor's."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        has_parts = hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0
+        return [float(item) for item in value] if has_parts else [float(value)]
+    except (TypeError, ValueError):
+        raise StudyError(
+            f"a trial was told to have the value {value!r}, which is not a number",
+            hint="tell a number, or a list of them where there are several objectives",
+        ) from None
+
+
+def describe_error(error: Exception) -> str:
+    """Why a trial failed, in one line."""
+    return error.message if isinstance(error, StudyError) else f"{type(error).__name__}: {error}"
 
 
 _TOLD = ("done", "pruned", "failed")

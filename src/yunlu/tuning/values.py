@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003 (values that hold a dimension read it)
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,6 +137,7 @@ class Judgement:
     reason: str = ""
 
 
+@runtime_checkable
 class Method(Protocol):
     """A search method. Deterministic: the same snapshot and seed give the same answer."""
 

@@ -17,7 +17,8 @@ from rich.console import Console
 import yunlu
 from yunlu.cli.main import main
 from yunlu.planning.layout import Layout
-from yunlu.planning.search.options import Interval, PlanOptions
+from yunlu.planning.plan import Interval
+from yunlu.planning.search.options import PlanOptions
 from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))

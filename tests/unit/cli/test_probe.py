@@ -167,15 +167,15 @@ for message in machine_probe._read_messages():
     print(message["pid"], flush=True)
 """
 _BY_PROBE = """
-import json, sys; from yunlu.training.probing.child_process import start_child
-with start_child([sys.executable, "-c", {inner!r}]) as child:
+import json, sys; from yunlu.core.processes import piped_process
+with piped_process([sys.executable, "-c", {inner!r}]) as child:
     print(json.loads(child.stdout.readline())["pid"], flush=True); child.wait()
 """
 
 
 @pytest.mark.parametrize("starter", [_BY_COMMAND, _BY_PROBE], ids=["command", "probe"])
 def test_who_measures_ends_with_whoever_asked_even_if_that_is_killed(starter: str) -> None:
-    inner = "import json,os,time; from yunlu.training.probing.child_process import end_with_parent as e; "
+    inner = "import json,os,time; from yunlu.core.processes import end_with_parent as e; "
     inner += "e(); print(json.dumps({'pid': os.getpid()}), flush=True); time.sleep(600)"
     outer = starter.format(inner=inner)
     with subprocess.Popen(

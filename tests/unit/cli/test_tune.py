@@ -20,13 +20,13 @@ from tests.unit.tuning.made_studies import (
     with_trials,
 )
 from yunlu.cli.main import main
-from yunlu.planning.search.options import Interval
-from yunlu.render.format import show_dollars
-from yunlu.render.study_report.commands import train_command
-from yunlu.render.study_report.dump import dump_study
+from yunlu.planning.plan import Interval
+from yunlu.render.format import show_dollars, train_command
+from yunlu.render.study_report import dump_study
 from yunlu.render.terminal.page import to_json
-from yunlu.render.terminal.study_display import LiveStudy, PlainStudy
 from yunlu.render.terminal.study_tables import (
+    LiveStudy,
+    PlainStudy,
     answer_block,
     choose_rows,
     comparison_block,
@@ -299,7 +299,7 @@ def test_the_dump_is_strict_json_whatever_came() -> None:
         (["tune", "{job}", "--trials", "0"], "--trials: expected a whole number above 0", ""),
         (["tune", "{job}", "--budget", "-1"], "--budget: expected", ""),
         (["tune", "{job}", "--deadline", "soon"], "--deadline: expected a time", ""),
-        (["tune", "{job}", "--method", "guess"], "--method: expected one of", ""),
+        (["tune", "{job}", "--method", "guess"], "--method: unknown sampler 'guess'", ""),
         (["tune", "{job}", "--stop", "never"], "--stop", ""),
         (["tune", "{job}", "--set", "search.space={}"], "is empty: name at least one field", ""),
         (["tune", "{job}", "--set", "search.space.train.optimizr.lr=[1, 2]"], "train.optimizr", ""),

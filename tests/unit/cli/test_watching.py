@@ -14,7 +14,7 @@ from tests.sample_events import sample
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
-from yunlu.jobs.follow import MetricRecord
+from yunlu.jobs.run_log import MetricRecord
 from yunlu.render.terminal.run_display import (
     DisplayedProgress,
     JsonDisplay,

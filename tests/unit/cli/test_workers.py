@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.sample_events import sample
 from yunlu.cli.main import main
 from yunlu.jobs import lifecycle
-from yunlu.jobs.follow import MetricRecord
+from yunlu.jobs.run_log import MetricRecord
 from yunlu.render.terminal.run_display import LiveDisplay, PlainDisplay
 from yunlu.runs.events import (
     ErrorRaised,

@@ -130,7 +130,7 @@ def test_options_are_values_that_can_be_changed():
     data = {"train": "gone.txt", "tokens": 10_000_000, "max_length": 512}
     options = yunlu.plan(**asked, data=data, goal=goal, top=2, batch=32, epochs=1)
     assert isinstance(options, yunlu.PlanOptions)
-    assert isinstance(options.best, yunlu.PlanOption)
+    assert isinstance(options.best, yunlu.Plan)
     assert [option.hardware.device for option in options] == ["L4"] * len(options)
     assert options.replace(micro_batch=1).micro_batch == 1
     with pytest.raises(yunlu.YunluError, match=r"goal\.deadline"):

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Capabilities, ExecutorError, LeaseState
-from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
-from yunlu.executors.lease_record import Lease, LeaseRecord, known_record
+from yunlu.executors.lease_executor import (
+    Lease,
+    LeasedExecutor,
+    LeaseRecord,
+    ObservedLeases,
+    known_record,
+)
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.executors.lease_record import LeaseRecord, read_lease_events, write_record
+from yunlu.executors.lease_executor import LeaseRecord, read_lease_events, write_record
 from yunlu.executors.lease_runner import LeaseRunner, lead_program
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run

@@ -13,7 +13,7 @@ import pytest
 from yunlu.executors import cpu_limits
 from yunlu.executors import local as module
 from yunlu.executors.executor import ExecutorError
-from yunlu.executors.lease_record import known_record
+from yunlu.executors.lease_executor import known_record
 from yunlu.executors.local import LocalExecutor
 from yunlu.executors.registry import open_executor, read_address
 from yunlu.hardware.fleet import Placement
@@ -79,7 +79,7 @@ def test_an_address_is_read() -> None:
     assert read_address("slurm", ()) == ("", {})
     assert read_address("slurm://main/?a=1&b=", ("a", "b")) == ("main", {"a": "1", "b": ""})
     assert read_address("ray://head:10001", ()) == ("head:10001", {})
-    with pytest.raises(ExecutorError, match="there is no executor 'loca'"):
+    with pytest.raises(ExecutorError, match="There is no executor 'loca'"):
         open_executor("loca")
 
 

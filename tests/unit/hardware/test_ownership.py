@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.hardware.ownership import HOURS_PER_YEAR, Ownership, compare_rent
+from yunlu.hardware.entries import HOURS_PER_YEAR, Ownership, compare_rent
 
 PLAIN = Ownership(
     purchase_dollars=87_660,

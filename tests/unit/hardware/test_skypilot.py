@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog
-from yunlu.hardware.device_aliases import split_slice
-from yunlu.hardware.offer import Offer
+from yunlu.hardware.device import split_slice
+from yunlu.hardware.offer import Offer, read_offers, write_offers
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
-from yunlu.hardware.table import read_offers, write_offers
 
 CATALOG = Catalog(devices=load_catalog().devices, every_offer=())
 COLUMNS = [

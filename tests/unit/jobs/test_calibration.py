@@ -23,7 +23,7 @@ from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.machine_profile import FOLDER, StartFigures, dump_profiles
 from yunlu.planning.plan import Measurement
-from yunlu.render.run_report.write import write_report
+from yunlu.render.run_report import write_report
 from yunlu.runs.events import (
     AttemptStarted,
     MemoryExhausted,

@@ -17,8 +17,7 @@ from yunlu.core.files import append_lines
 from yunlu.jobs.communication import Communication, communication_lines
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
-from yunlu.render.run_report.page import render_page
-from yunlu.render.run_report.write import write_report
+from yunlu.render.run_report import render_page, write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.events import CommunicationChosen, StateChanged
 from yunlu.runs.run_store import Log, RunStore

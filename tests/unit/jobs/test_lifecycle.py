@@ -7,7 +7,7 @@ import pytest
 from yunlu.core.errors import StoreError, TrainingError
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import lifecycle
-from yunlu.jobs.follow import follow
+from yunlu.jobs.run_log import follow
 from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState

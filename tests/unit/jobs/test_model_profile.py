@@ -181,7 +181,7 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path) -> None:
         "from yunlu.jobs.model_profile import find_shape\n"
         "from yunlu.spec.job import Job\n"
         "found = find_shape(Job.model_validate_json(sys.stdin.read()), command=['false'])\n"
-        "assert not {'torch', 'transformers', 'yunlu.training'} & set(sys.modules)\n"
+        "assert not {'torch', 'transformers', 'yunlu.training.prepare'} & set(sys.modules)\n"
         "print(found.model_dump_json())\n"
     )
     done = subprocess.run(

@@ -25,10 +25,11 @@ from yunlu.jobs.plan_options import make_query, plan_options, search_options
 from yunlu.planning.analytic_estimate import name_work
 from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
-from yunlu.planning.search.options import Interval, PlanError, PlanOption
+from yunlu.planning.plan import Interval, Plan
+from yunlu.planning.search.options import PlanError
 from yunlu.planning.search.spot import START_HERE_S
-from yunlu.render.figures.plan_options import find_front
-from yunlu.render.plan_plot import write_plan_plot
+from yunlu.render.drawing.plots import write_plan_plot
+from yunlu.render.figures.run import find_front
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
@@ -104,8 +105,10 @@ def test_spot_machines_come_only_where_they_are_allowed() -> None:
 def test_evaluation_and_start_up_are_in_the_time() -> None:
     never = plan_options(make_job(train={"batch": 64, "epochs": 1, "evaluate": "never"})).best
     often = plan_options(make_job()).best
-    assert often.total_parts["evaluation"] > never.total_parts["evaluation"] > 0
-    assert often.total_parts["start_up"] > 0
+    assert (
+        often.prediction.total_parts["evaluation"] > never.prediction.total_parts["evaluation"] > 0
+    )
+    assert often.prediction.total_parts["start_up"] > 0
 
 
 def test_the_layout_of_the_job_is_kept() -> None:
@@ -230,8 +233,8 @@ def test_evaluating_after_steps_costs_less_in_larger_batches() -> None:
     best = plan_options(make_job(train=every)).best
     larger = best.replace(batch=256)
 
-    def share(option: PlanOption) -> float:
-        parts = option.total_parts
+    def share(option: Plan) -> float:
+        parts = option.prediction.total_parts
         return parts["evaluation"] / parts["steps"]
 
     validated = 100_000_000 / 1024 / 8
@@ -409,13 +412,13 @@ def test_this_machine_is_an_option_once_it_is_probed(probed: str, own_home: Path
     here = plan_options(make_job(**small, goal={"cloud": "here"}))
     assert len(here) == 1
     assert not here.notes
-    assert here.best.total_parts["start_up"] == START_HERE_S
+    assert here.best.prediction.total_parts["start_up"] == START_HERE_S
     run = open_run(own_home / "earlier")
     run.path.mkdir(parents=True)
     run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0))
     append_lines(run.path / Log.METRICS, [{"step": 1, "at": 1007.0}])
     again = plan_options(make_job(**small, goal={"cloud": "here"})).best
-    assert again.total_parts["start_up"] == 7.0
+    assert again.prediction.total_parts["start_up"] == 7.0
     assert again.total_s.value == pytest.approx(here.best.total_s.value + 7.0 - START_HERE_S)
 
 

@@ -15,7 +15,7 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.planning.plan import Choice, Measurement, Plan, Prediction
 from yunlu.render.format import show_finding
-from yunlu.render.run_report.write import write_report
+from yunlu.render.run_report import write_report
 from yunlu.runs.events import (
     AttemptStarted,
     CheckpointSaved,

@@ -12,8 +12,8 @@ import pytest
 from cyclopts import App
 
 from tests.unit.lab.simulation.toy import make_profiles
+from yunlu.core.errors import YunluError
 from yunlu.lab.simulate_command import simulate
-from yunlu.lab.simulation.tables import SimulationError
 
 PNG = b"\x89PNG"
 
@@ -114,7 +114,7 @@ def test_pictures_are_drawn(
 def test_what_cannot_be_is_refused_at_once(
     given: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SimulationError, match=message):
+    with pytest.raises(YunluError, match=message):
         run(given, **changes)
 
 

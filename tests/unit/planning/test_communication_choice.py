@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.measurements import WireFigures
+from yunlu.planning.communication.measurements import CodecCost, WireFigures
 from yunlu.planning.communication.method_choice import (
     CommunicationError,
     MethodDecision,
@@ -75,7 +75,7 @@ def test_torch_stays_where_it_is_as_good() -> None:
 
 def test_what_is_refused_is_said() -> None:
     question = MethodQuery(
-        work=language_model(optimizer="sgd", is_replicated=False),
+        work=language_model(can_freeze=False, is_replicated=False),
         guarantee="relaxed",
         available=("all-reduce", "ring", "direct", "local"),
     )
@@ -253,3 +253,16 @@ def test_nothing_is_tried_where_there_is_no_doubt_no_time_or_no_choice() -> None
     assert find_faster_method(choose(even(4), ask(method="ring")), steps_left=None) is None
     for level in ("near", "relaxed"):  # what is packed, or apart, is not as good as the others
         assert find_faster_method(choose(even(4), ask(level)), steps_left=None) is None
+
+
+def test_a_codec_from_elsewhere_is_used_only_where_it_is_named() -> None:
+    figures = even(4)
+    mine = CodecCost(
+        name="mine", bytes_per_value=0.05, encode_s_per_value=1e-10, decode_s_per_value=1e-10
+    )
+    figures = figures.model_copy(update={"codecs": (*figures.codecs, mine)})
+    unnamed = choose(figures, ask("relaxed"))
+    assert "mine" not in {candidate.setting.codec for candidate in unnamed.candidates}
+    assert choose(figures, ask("relaxed", codec="mine")).setting.codec == "mine"
+    with pytest.raises(CommunicationError, match="mine does not keep what guarantee 'near'"):
+        choose(figures, ask("near", codec="mine"))

@@ -15,8 +15,11 @@ from yunlu.planning.models.hf_config import can_describe, shape_from_config
 from yunlu.planning.models.hf_families import FAMILIES
 from yunlu.planning.models.own_models import own_transformer
 from yunlu.planning.models.shape import Adapter
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.parallel.pipeline_stages import check, split, why_not_split
 from yunlu.training.parallel.tensor_parallel import why_not_tensor
 

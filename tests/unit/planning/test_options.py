@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
 from yunlu.hardware.offer import HERE, Offer
+from yunlu.planning.plan import Plan
 from yunlu.planning.search.hardware_configs import Price
 from yunlu.planning.search.layout_search import USABLE, predict_memory, search
 from yunlu.planning.search.limits import GoalLimits
 from yunlu.planning.search.option_changes import narrow
-from yunlu.planning.search.options import PlanError, PlanOption, PlanOptions
-from yunlu.planning.search.ranking import OptionQuery, choose_options, rank_candidates
+from yunlu.planning.search.options import PlanError, PlanOptions
+from yunlu.planning.search.priced_plan import OptionQuery
+from yunlu.planning.search.ranking import choose_options, rank_candidates
 from yunlu.planning.search.spot import lost_share
+from yunlu.spec.job import Job
 
 OFFERS = (
     Offer(
@@ -27,6 +30,9 @@ OFFERS = (
     Offer("lambda", "a100x4", "A100", 4, dollars_per_hour=8.0, regions=("eu",)),
     Offer("aws", "g4dn", "T4", 1, dollars_per_hour=0.5, regions=("us",)),
     Offer("huawei", "t4", "T4", 1),
+)
+JOB = Job.model_validate(
+    {"task": "language-modeling", "model": "x", "data": "y", "train": {"epochs": 1}}
 )
 HARDWARE = {"A100": 0, "T4": 1}
 TIGHTEST = rules(
@@ -44,6 +50,7 @@ def make_ask(
         if spot and offer.spot_dollars_per_hour
     ]
     plain = OptionQuery(
+        job=JOB,
         question=question(most_devices=16),
         prices=tuple(prices),
         objective="balanced",
@@ -56,12 +63,12 @@ def choose(ask: OptionQuery, top: int = 3) -> PlanOptions:
     return choose_options(ask, rank_candidates(ask), top=top)
 
 
-def price_of(ask: OptionQuery, option: PlanOption) -> Price:
+def price_of(ask: OptionQuery, option: Plan) -> Price:
     cloud, spot = option.hardware.cloud, option.hardware.spot
     return next(each for each in ask.prices if (each.offer.cloud, each.spot) == (cloud, spot))
 
 
-def dollars(option: PlanOption) -> float:
+def dollars(option: Plan) -> float:
     assert option.dollars is not None
     return option.dollars.value
 
@@ -95,9 +102,11 @@ def test_figures_agree_with_each_other() -> None:
         hardware = option.hardware
         assert option.layout.world == hardware.devices
         assert option.layout.replicas * option.micro_batch * option.accumulation >= option.batch
-        assert sum(option.step_parts.values()) == pytest.approx(option.step_s.value)
-        assert sum(option.memory_parts.values()) == pytest.approx(option.memory_bytes.value)
-        assert sum(option.total_parts.values()) == pytest.approx(option.total_s.value)
+        assert sum(option.prediction.step_parts.values()) == pytest.approx(option.step_s.value)
+        assert sum(option.prediction.memory_parts.values()) == pytest.approx(
+            option.memory_bytes.value
+        )
+        assert sum(option.prediction.total_parts.values()) == pytest.approx(option.total_s.value)
         assert option.memory_bytes.high <= hardware.memory_bytes
         assert option.headroom == pytest.approx(
             1 - option.memory_bytes.high / hardware.memory_bytes
@@ -179,7 +188,7 @@ def test_spot_is_cheaper_by_the_hour_but_takes_longer() -> None:
     firm = spot.replace(spot=False)
     assert firm.total_s.value < spot.total_s.value
     assert dollars(spot) < dollars(firm)
-    assert spot.total_parts["interruptions"] > 0
+    assert spot.prediction.total_parts["interruptions"] > 0
     assert lost_share("aws", nodes=4, checkpoint_s=60) == pytest.approx(
         4 * lost_share("aws", nodes=1, checkpoint_s=60)
     )
@@ -189,7 +198,7 @@ def test_start_up_and_interruptions_are_not_exact() -> None:
     ask = make_ask(spot=True, offers=OFFERS[:1], objective="cost")
     spot = choose(ask).best
     for option in (spot, spot.replace(spot=False)):
-        parts, step, total = option.total_parts, option.step_s, option.total_s
+        parts, step, total = option.prediction.total_parts, option.step_s, option.total_s
         run_s = total.value - parts["start_up"]
         assert total.high - total.value > run_s * (step.high / step.value - 1)
         assert total.value - total.low > run_s * (1 - step.low / step.value)
@@ -203,7 +212,7 @@ def test_a_short_run_in_a_cloud_is_as_uncertain_as_its_start() -> None:
     ask = make_ask(offers=OFFERS[:1])
     short = replace(ask.question, work=replace(ask.question.work, samples=16.0))
     best = choose(replace(ask, question=short)).best
-    assert best.total_parts["start_up"] > 0.9 * best.total_s.value
+    assert best.prediction.total_parts["start_up"] > 0.9 * best.total_s.value
     assert best.total_s.high > 1.5 * best.total_s.value
     assert best.total_s.low < 0.7 * best.total_s.value
 
@@ -213,10 +222,12 @@ def test_evaluation_between_steps_is_in_the_time_of_each_option() -> None:
     plain = choose(ask).best
     work = replace(ask.question.work, evaluate_every=5, evaluation_samples=160.0)
     often = choose(replace(ask, question=replace(ask.question, work=work))).best
-    assert plain.total_parts["evaluation"] == 0
+    assert plain.prediction.total_parts["evaluation"] == 0
     share = 160 / (5 * often.batch) / 3
-    assert often.total_parts["evaluation"] == pytest.approx(share * often.total_parts["steps"])
-    assert sum(often.total_parts.values()) == pytest.approx(often.total_s.value)
+    assert often.prediction.total_parts["evaluation"] == pytest.approx(
+        share * often.prediction.total_parts["steps"]
+    )
+    assert sum(often.prediction.total_parts.values()) == pytest.approx(often.total_s.value)
 
 
 def test_this_machine_is_free_and_wins_small_work() -> None:

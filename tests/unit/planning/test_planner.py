@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError, JobError, ModelError
-from yunlu.hardware.machine import Device, Machine
+from yunlu.hardware.fleet import Device, Machine
 from yunlu.planning.layout import Layout
 from yunlu.planning.plan import Plan, Profile
 from yunlu.planning.planner import (
@@ -77,7 +77,7 @@ def test_a_chosen_micro_batch_fits_in_memory(
     for asked, limit in ((job(batch=batch), gib * GIB * MEMORY_SHARE),
                          (job(batch=batch, memory_gb=limit_gb), limit_gb * 1e9)):  # fmt: skip
         fixed = fixed_bytes(asked, resident_bytes=1e6, parameters=1000, trainable=1000)
-        room = memory_room_bytes(asked, device, fixed)
+        room = memory_room_bytes(asked, device.memory_bytes, fixed)
         micro = choose_micro_batch(asked, batch=batch, room_bytes=room, bytes_per_sample=per_sample)
         assert 1 <= micro <= batch
         if micro > 1:

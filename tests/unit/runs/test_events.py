@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from tests.sample_events import sample_plan
-from yunlu.hardware.machine import Device
+from yunlu.hardware.fleet import Device
 from yunlu.planning.plan import Measurement
 from yunlu.runs.events import (
     AttemptStarted,

@@ -18,7 +18,7 @@ OWN_NAMES = {
     # The command line sees the client alone; the report names the directory of its run.
     SOURCE / "cli" / "report.py": {Document.REPORT_PAGE},
     # The page of a study, which is no document of a run.
-    SOURCE / "render" / "study_report" / "page.py": {Document.REPORT_PAGE},
+    SOURCE / "render" / "study_report.py": {Document.REPORT_PAGE},
 }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from yunlu.executors.executor import Reserve
-from yunlu.scheduler.autoscaling.values import ScalingRules
+from yunlu.scheduler.autoscaling import ScalingRules
 
 CALM = ScalingRules(grow_after_s=0.0, idle_s=60.0, least_life_s=0.0)
 

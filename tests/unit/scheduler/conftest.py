@@ -3,8 +3,7 @@ import random
 import pytest
 
 from tests.unit.scheduler.world import Even, Fair, World
-from yunlu.scheduler.clock import SteadyClock
-from yunlu.scheduler.loop import Scheduler
+from yunlu.scheduler.loop import Scheduler, SteadyClock
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore
 
 

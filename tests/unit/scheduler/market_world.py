@@ -10,7 +10,7 @@ from yunlu.core.errors import StoreError
 from yunlu.executors.executor import Reserve, name_kind
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.runs.run_store import RunStore
-from yunlu.scheduler.observation import RunObservation
+from yunlu.scheduler.run_status import RunObservation
 
 TYPE = "cpu"
 _TOLD_S = 20.0

@@ -12,10 +12,8 @@ from yunlu.scheduler.allocation_record import (
     PendingAction,
     reconcile,
 )
-from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.queue import QueueEntry
-from yunlu.scheduler.resource_request import ResourceRequest
-from yunlu.scheduler.run_status import Phase, find_phase
+from yunlu.scheduler.run_status import Phase, ResourceRequest, RunObservation, find_phase
 
 ENTRY = QueueEntry(submitted_at=0.0, request=ResourceRequest(least=1, most=4, requested=1))
 NODES = {"here"}

@@ -16,11 +16,11 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.states import RunState
 from yunlu.scheduler import run_registry as register_module
 from yunlu.scheduler.allocation_record import MOST_FAILURES
-from yunlu.scheduler.autoscaling.values import ScalingRules
+from yunlu.scheduler.autoscaling import ScalingRules
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.queue import change_entry, read_entry
+from yunlu.scheduler.run_progress import SpeedEstimates
 from yunlu.scheduler.scaling import Scaler
-from yunlu.scheduler.speed_estimates import SpeedEstimates
 
 SEEDS = [int(os.environ["YUNLU_SEED"])] if "YUNLU_SEED" in os.environ else range(6)
 TURNS = 150

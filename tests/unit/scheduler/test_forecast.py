@@ -5,8 +5,8 @@ import math
 from tests.unit.scheduler.world import Even
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.scheduler.forecast import QueueForecast, forecast, with_start
-from yunlu.scheduler.pending_nodes import PendingNode
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState
+from yunlu.scheduler.scaling import PendingNode
 
 NODES = (Node(name="here", devices=4),)
 

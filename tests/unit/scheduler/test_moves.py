@@ -7,12 +7,16 @@ from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
 from yunlu.runs.states import RunState
+from yunlu.scheduler.actions import free_devices, plan_moves
 from yunlu.scheduler.allocation_record import AllocationRecord, PendingAction
-from yunlu.scheduler.moves import free_devices, plan_moves
-from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.queue import QueueEntry
-from yunlu.scheduler.resource_request import ResourceRequest
-from yunlu.scheduler.run_status import Phase, ScheduledRun, find_held
+from yunlu.scheduler.run_status import (
+    Phase,
+    ResourceRequest,
+    RunObservation,
+    ScheduledRun,
+    find_held,
+)
 
 NODES = (Node(name="a", devices=4), Node(name="b", devices=2))
 

@@ -7,8 +7,7 @@ from rich.console import Console
 from tests.unit.scheduler.clouds import CALM, Cluster
 from yunlu.render.terminal.pool_tables import pool_page, why_page
 from yunlu.runs.run_store import Document
-from yunlu.scheduler.explanation import explain
-from yunlu.scheduler.pool_view import PoolView
+from yunlu.scheduler.pool_view import PoolView, explain
 from yunlu.scheduler.queue import change_entry
 from yunlu.scheduler.scaling import Scaler
 
@@ -142,7 +141,7 @@ def test_why_tells_the_decisions_and_who_holds_the_rest(
     for _ in range(3):
         scheduler.step()
         world.tick()
-    monkeypatch.setattr("yunlu.scheduler.explanation.find_service", lambda home: object())
+    monkeypatch.setattr("yunlu.scheduler.pool_view.find_service", lambda home: object())
     text = show(why_page(explain(own_home, second)))
     assert "second waiting" in text
     assert "not its turn" in text

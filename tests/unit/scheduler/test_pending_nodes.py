@@ -3,7 +3,7 @@
 import pytest
 
 from yunlu.executors.executor import Reserve
-from yunlu.scheduler.pending_nodes import PendingNodes
+from yunlu.scheduler.scaling import PendingNodes
 
 
 def update(pending_nodes, now, *, asked=0, there=0, awake=0, waking=()):

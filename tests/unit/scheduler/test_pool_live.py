@@ -7,7 +7,7 @@ from benchmarks.pool_parts.predict import measure, predict_queue
 from benchmarks.pool_parts.queue import BATCH, QUEUE, Arrival, Kind, make_job, make_queue
 
 from yunlu.scheduler.allocation_record import RecordedTiming
-from yunlu.scheduler.resource_request import make_request
+from yunlu.scheduler.run_status import make_request
 
 
 def seen(devices, step_s):

@@ -14,8 +14,8 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 from yunlu.scheduler import queue
-from yunlu.scheduler.explanation import explain
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord
+from yunlu.scheduler.pool_view import explain
 from yunlu.scheduler.queue import SubmitOptions, enqueue, read_entry
 from yunlu.spec.job import Job
 
@@ -116,7 +116,7 @@ def test_jobs_that_are_equally_fast_have_one_signature():
         (["submit", "{job}", "--min-devices", "0"], "0 is not a number of devices"),
         (["submit", "{job}", "--budget", "-1"], "is not above 0"),
         (["submit", "{job}", "--min-devices", "4", "--max-devices", "2"], "between 4 and 2"),
-        (["pool", "up", "--policy", "fairest"], "there is no policy 'fairest'"),
+        (["pool", "up", "--policy", "fairest"], "There is no policy 'fairest'"),
         (["pool", "up", "--devices", "0"], "0 is not a number of devices"),
         (["pool", "up", "--quota", "vision"], "not a team and a number"),
         (["pool", "up", "--devices", "1", "--slurm", "x"], "exclude each other"),

@@ -3,7 +3,7 @@
 import pytest
 
 from yunlu.core.errors import JobError
-from yunlu.scheduler.resource_request import MANY, make_request
+from yunlu.scheduler.run_status import MANY, make_request
 from yunlu.spec.job import Job
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
+from yunlu.runs.documents import write_submitted_plan
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
@@ -55,6 +56,16 @@ def test_step_times_are_told_for_each_number_of_workers(run):
     assert (progress.step, progress.steps, progress.resizes_s) == (16, 100, [1.5])
     assert progress.pace_s(4) == pytest.approx(0.25)
     assert not progress.take()
+
+
+def test_the_submitted_plan_counts_until_the_worker_has_refined_it(run):
+    write_submitted_plan(run, sample(PlanMade, batch=32, micro_batch=4, steps=50).plan)
+    progress = RunProgress(run)
+    progress.take()
+    assert (progress.base_batch, progress.micro_batch, progress.steps) == (32, 4, 50)
+    run.emit(sample(PlanMade, batch=32, micro_batch=16, steps=51))
+    progress.take()
+    assert (progress.base_batch, progress.micro_batch, progress.steps) == (32, 16, 51)
 
 
 def test_plain_worker_counts_as_one(run):

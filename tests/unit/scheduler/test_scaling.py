@@ -7,7 +7,7 @@ from yunlu.hardware.fleet import Node, Placement
 from yunlu.scheduler.policy.values import Demand, PoolState
 from yunlu.scheduler.pool_store import PoolSettings
 from yunlu.scheduler.scaling import Scaler, make_scaler
-from yunlu.scheduler.spot.values import Mode
+from yunlu.scheduler.spot import Mode
 
 
 def state(now, *, nodes=(), jobs=()):

@@ -6,8 +6,8 @@ import pytest
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.observations import BatchLimits, Observations, StepTiming
-from yunlu.scheduler.speed_estimates import CatalogSpeeds
+from yunlu.scheduler.policy.goodput import BatchLimits, Observations, StepTiming
+from yunlu.scheduler.run_progress import CatalogSpeeds
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
 

@@ -10,12 +10,12 @@ from yunlu.executors.executor import Reserve
 from yunlu.hardware.fleet import Node, Placement
 from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.fitting import Fitter
-from yunlu.scheduler.policy.observations import BatchLimits, Observations, StepTiming
+from yunlu.scheduler.policy.goodput import BatchLimits, Observations, StepTiming
 from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState
 from yunlu.scheduler.queue import change_entry
-from yunlu.scheduler.speed_estimates import SpeedEstimates
-from yunlu.scheduler.spot.values import Mode
+from yunlu.scheduler.run_progress import SpeedEstimates
+from yunlu.scheduler.spot import Mode
 from yunlu.scheduler.spot_policy import LiveSpotPolicy, explain, steer
 
 SPOT = Node(name="s", devices=2, type="gpu", is_spot=True, dollars_per_hour=0.6)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from yunlu.executors import usage as usage_module
-from yunlu.executors.lease_record import LeaseRecord, write_record
+from yunlu.executors.lease_executor import LeaseRecord, write_record
 from yunlu.executors.usage import LeaseUse, NodeUse, UsageMeter, read_gpus, read_uses, write_use
 from yunlu.hardware.fleet import Node
 from yunlu.runs.home import open_run

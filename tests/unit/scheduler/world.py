@@ -28,10 +28,9 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, RunStore
 from yunlu.runs.states import RunState
 from yunlu.scheduler.executor_adapter import NotNowError
-from yunlu.scheduler.observation import RunObservation
 from yunlu.scheduler.policy.values import Decision, PoolState, Reason
 from yunlu.scheduler.queue import QueueEntry
-from yunlu.scheduler.resource_request import ResourceRequest
+from yunlu.scheduler.run_status import ResourceRequest, RunObservation
 
 NOBODY = WorkerProcess(pid=0, process_started_at=0.0, host="(queue)", detached=False)
 

@@ -14,9 +14,15 @@ from tests.unit.security.hostile import make_hostile_run
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError
 from yunlu.executors.executor import ExecutorError
-from yunlu.executors.known_addresses import is_known, remember_address, require_known
-from yunlu.executors.lease_record import LeaseRecord, write_record
-from yunlu.executors.registry import executor_of, is_held, unknown_executor
+from yunlu.executors.lease_executor import LeaseRecord, write_record
+from yunlu.executors.registry import (
+    executor_of,
+    is_held,
+    is_known,
+    remember_address,
+    require_known,
+    unknown_executor,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +58,9 @@ PROGRAMS = [
     "../evil",
     "yunlu",
     "yunlu.cli.main",
-    "yunlu.training.worker_group_node\n",
-    "yunlu.training.worker_group_node evil",
-    "Yunlu.training.worker_group_node",
+    "yunlu.training.topology.elastic\n",
+    "yunlu.training.topology.elastic evil",
+    "Yunlu.training.topology.elastic",
     "yunlu.training.asynchronous.node.evil",
 ]
 
@@ -216,7 +217,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a program was started")
 
-    monkeypatch.setattr(worker_group.subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     return answer
 
 

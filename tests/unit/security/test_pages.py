@@ -11,8 +11,8 @@ from tests.unit.security.hostile import ALL, PAYLOADS, control_sequences, make_h
 from tests.unit.tuning.made_studies import make_study
 from yunlu.cli.main import main
 from yunlu.render import html_page
-from yunlu.render.study_report.page import render_page
-from yunlu.render.terminal.console import TerminalConsole
+from yunlu.render.study_report import render_page
+from yunlu.render.terminal.page import TerminalConsole
 from yunlu.render.terminal.study_tables import study_page
 from yunlu.runs.run_store import Document
 

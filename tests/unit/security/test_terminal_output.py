@@ -19,8 +19,8 @@ from tests.unit.security.hostile import (
 )
 from yunlu.cli.main import main
 from yunlu.core.errors import DataError
-from yunlu.jobs.follow import MetricRecord
-from yunlu.render.terminal.console import TerminalConsole
+from yunlu.jobs.run_log import MetricRecord
+from yunlu.render.terminal.page import TerminalConsole
 from yunlu.render.terminal.run_display import JsonDisplay, LiveDisplay, PlainDisplay
 from yunlu.runs.events import UnknownEvent, parse_event
 

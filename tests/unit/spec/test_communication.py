@@ -131,7 +131,7 @@ def test_what_contradicts_itself_is_told_at_its_key(communication: Any, expected
         (["near"], ": expected 'all-reduce', 'ring'"),
         ({"metod": "ring"}, ".metod: unknown key; did you mean 'method'?"),
         ({"method": "int8"}, ".method: expected one of 'all-reduce', 'ring'"),
-        ({"codec": "int-8"}, ".codec: expected one of 'none', 'fp16'"),
+        ({"codec": "int-8"}, ".codec: unknown codec 'int-8'; did you mean 'int8'?"),
         ({"guarantee": "exactly"}, ".guarantee: expected one of 'exact', 'near', 'relaxed' or 'auto', got 'exactly'; did you mean 'exact'?"),
         ({"every": 0}, ".every: expected a whole number above 0 or 'auto', got 0"),
         ({"every": True}, ".every: expected a whole number above 0 or 'auto', got true"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.spec.constraints import UnclearConstraintError, read_constraint
+from yunlu.spec.search import UnclearConstraintError, read_constraint
 
 VALUES = {"train.batch": 32, "data.max_length": 128, "model.name": "mlp", "a": True, "h": [64, 32]}
 

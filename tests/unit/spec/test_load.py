@@ -142,7 +142,7 @@ def test_every_problem_is_told_at_once_with_its_line_and_column(write):
         ),
         (
             "optimizer:",
-            "optimizer: expected 'sgd', 'momentum', 'adam', 'adamw', 'lamb', 'lars' or a mapping, got nothing",
+            "optimizer: expected 'adam', 'adamw', 'lamb', 'lars', 'momentum', 'sgd' or a mapping, got nothing",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_wrong_value_is_told_in_words_once(write, line, expected):
 
 def test_a_misspelt_shorthand_points_at_its_value_and_suggests(write):
     (problem,) = problems_of(write(f"{GOOD}train:\n  optimizer: adamm\n"))
-    assert problem.startswith("line 5, column 14: train.optimizer: expected one of 'sgd'")
+    assert problem.startswith("line 5, column 14: train.optimizer: expected one of 'adam'")
     assert problem.endswith("got 'adamm'; did you mean 'adam' or 'adamw'?")
 
 

@@ -204,8 +204,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
         space(train__optimizer__name=["sgd", "adamm"]),
         [
             (
-                "search.space.train.optimizer.name.choice[1]: expected one of 'sgd', 'momentum', "
-                "'adam', 'adamw', 'lamb' or 'lars', got 'adamm'; did you mean 'adam' or 'adamw'?"
+                "search.space.train.optimizer.name.choice[1]: expected one of 'adam', 'adamw', "
+                "'lamb', 'lars', 'momentum' or 'sgd', got 'adamm'; did you mean 'adam' or 'adamw'?"
             )
         ],
     ),

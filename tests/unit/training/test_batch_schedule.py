@@ -21,8 +21,13 @@ from yunlu.runs.run_store import Area, Document, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training.batch_schedule import CHANGE_EVERY, BatchChange, BatchSchedule
-from yunlu.training.data.batch_phases import PhasedOrder, RunOrder, SwitchedOrder
-from yunlu.training.data.sample_order import BucketOrder, StepOrder
+from yunlu.training.data.sample_order import (
+    BucketOrder,
+    PhasedOrder,
+    RunOrder,
+    StepOrder,
+    SwitchedOrder,
+)
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch
 from yunlu.training.worker import run as live

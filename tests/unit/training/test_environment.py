@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from yunlu import __version__
-from yunlu.hardware.machine import Device, Machine
+from yunlu.hardware.fleet import Device, Machine
 from yunlu.spec.job import Job
 from yunlu.training.environment import describe_environment, read_git
 from yunlu.training.trackers.config import flatten, public_config

@@ -15,8 +15,11 @@ from yunlu.planning.models.arithmetic import flops_per_token, parameters, stages
 from yunlu.planning.models.own_models import own_transformer
 from yunlu.spec.job import Job
 from yunlu.training.model_profiler import describe, main, measure_job, measure_model
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.tasks.task import Batch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yunlu.core.cgroup import Cgroup
-from yunlu.hardware.machine import Device, Machine
+from yunlu.hardware.fleet import Device, Machine
 from yunlu.training import probe
 
 if TYPE_CHECKING:

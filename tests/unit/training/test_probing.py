@@ -17,22 +17,23 @@ from tests.unit.planning.test_planner import profile as planned_profile
 from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import links, machine_profile, measure, operator_counts, profile_store
-from yunlu.training.probing.disk import measure_disk
+from yunlu.training.probing import links, machine_profile, measure, microbenchmarks, profile_store
 from yunlu.training.probing.machine_profile import load_or_measure
+from yunlu.training.probing.measure import measure_disk
 from yunlu.training.probing.microbenchmarks import (
     Bench,
     attention_size,
     bench_for,
+    count_operators,
     measure_attention,
     measure_bandwidth,
+    measure_call,
     measure_convolutions,
+    measure_mixed,
     measure_moves,
     measure_products,
     with_threads,
 )
-from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
-from yunlu.training.probing.operator_counts import count_operators
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,7 +229,7 @@ def test_failed_counting_costs_the_prediction_and_not_the_run(
         def count(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(operator_counts, "count_step", count)
+        monkeypatch.setattr(microbenchmarks, "count_step", count)
         nothing: Any = None
         timer: Any = Timer()
         settings = planned_profile().settings

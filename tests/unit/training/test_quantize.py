@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from tests.checkpoints import Memory
 from yunlu.core.errors import ModelError
-from yunlu.training.parallel.tensor_slices import fill, weights_of
 from yunlu.training.quantize import (
     convert_int8,
     convert_to_fp8,
@@ -18,6 +17,7 @@ from yunlu.training.quantize import (
     load_int8,
     prepare_int8,
 )
+from yunlu.training.tensor_slices import fill, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.plan import Plan, Prediction
-from yunlu.planning.search.options import Interval
+from yunlu.planning.plan import Interval, Plan, Prediction
 from yunlu.spec.job import Job
 from yunlu.spec.layout import LayoutSpec
 from yunlu.spec.search import SearchSpec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from yunlu.lab.tuning.replay import replay
+from yunlu.lab.tuning_replay import replay
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.methods.factory import make_method

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.history import make_scale
-from yunlu.tuning.methods.successive_halving import find_milestones
+from yunlu.tuning.methods.stopping import find_milestones
 from yunlu.tuning.methods.surrogate import (
     CurveObservations,
     LikelihoodGradient,
@@ -15,6 +14,7 @@ from yunlu.tuning.methods.surrogate import (
     default_kernel,
     fit_kernel,
     make_query,
+    make_scale,
 )
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Dimension, Point, Trial, TrialState

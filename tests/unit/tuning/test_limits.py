@@ -16,10 +16,9 @@ from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
 from yunlu.tuning.setup import create_study, make_method_of
-from yunlu.tuning.study_runner.limits import StudyLimits
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
+from yunlu.tuning.study_runner.runner import StudyLimits, WatchedTrial
+from yunlu.tuning.study_runner.slots import SlotAllocation
 from yunlu.tuning.study_runner.trial_events import TrialEvents
-from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 from yunlu.tuning.values import TrialState
 
 

@@ -14,16 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, MissingPartError
-from yunlu.lab.tuning.replay import replay
-from yunlu.spec.constraints import read_constraint
-from yunlu.spec.search import SearchSpec
+from yunlu.lab.tuning_replay import replay
+from yunlu.spec.search import SearchSpec, read_constraint
 from yunlu.tuning.methods.factory import (
     make_method,
     name_method,
 )
-from yunlu.tuning.methods.grid import GridSampler, list_settings
 from yunlu.tuning.methods.optuna_samplers import OptunaSampler, distribution_of
-from yunlu.tuning.methods.samplers import CmaEsSampler, RandomSampler, SettingDraws, SobolSampler
+from yunlu.tuning.methods.samplers import (
+    CmaEsSampler,
+    GridSampler,
+    RandomSampler,
+    SettingDraws,
+    SobolSampler,
+    list_settings,
+)
 from yunlu.tuning.space import drop_absent, key_of, list_values, make_dimensions
 from yunlu.tuning.values import (
     Dimension,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.lab.tuning.replay import replay
+from yunlu.lab.tuning_replay import replay
 from yunlu.tuning.methods.samplers import RandomSampler, SettingDraws
 from yunlu.tuning.methods.stopping import (
     MedianStopping,

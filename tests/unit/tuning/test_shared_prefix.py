@@ -15,14 +15,14 @@ from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.setup import create_study
-from yunlu.tuning.study_runner.shared_prefix import (
+from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.study_runner.trial_runs import (
+    TrialStarter,
     can_share_prefix,
     find_length,
     shared_rung,
     shared_steps,
 )
-from yunlu.tuning.study_runner.trial_events import TrialEvents
-from yunlu.tuning.study_runner.trial_start import TrialStarter
 from yunlu.tuning.values import Dimension
 
 SAMPLES, BATCH = 640, 32

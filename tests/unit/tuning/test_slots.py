@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.toy_study import toy_job
 from tests.sample_events import sample
-from yunlu.executors.lease_record import LeaseRecord, write_record
+from yunlu.executors.lease_executor import LeaseRecord, write_record
 from yunlu.executors.worker_process import recorded_worker
 from yunlu.jobs import lifecycle
 from yunlu.runs.events import AttemptStarted, PlanMade, WorkerGroupFormed
@@ -21,9 +21,14 @@ from yunlu.scheduler.pool_store import PoolStore
 from yunlu.scheduler.queue import QueueEntry, read_entry, scan
 from yunlu.spec.job import Job
 from yunlu.tuning.setup import create_study, make_method_of
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-from yunlu.tuning.study_runner.slots import LocalSlots, PoolSlots, Slots, find_slots
-from yunlu.tuning.study_runner.trial_speeds import TrialSpeeds
+from yunlu.tuning.study_runner.slots import (
+    LocalSlots,
+    PoolSlots,
+    SlotAllocation,
+    Slots,
+    TrialSpeeds,
+    find_slots,
+)
 from yunlu.tuning.values import Point, Trial, TrialState
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from yunlu.core.errors import JobError
 from yunlu.spec.job import Job
 from yunlu.spec.overrides import field_value
-from yunlu.spec.problems import InvalidJobError
+from yunlu.spec.source import InvalidJobError
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.space import (
     SettingCheck,

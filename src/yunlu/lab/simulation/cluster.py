@@ -1,17 +1,28 @@
-"""Nodes of a simulated pool."""
+"""Nodes of a simulated pool, and the devices that each job holds on them."""
 
 from __future__ import annotations
 
 import re
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import Field, ValidationError
 
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Node
-from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.profiles import SimulationError
+from yunlu.scheduler.policy.placement import PlacementRequest, place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from yunlu.hardware.fleet import Placement
+    from yunlu.lab.simulation.simulator import SimulationResult
+    from yunlu.scheduler.policy.shapes import ShapeTable
+    from yunlu.scheduler.policy.values import Demand
 
 _GROUP = re.compile(r"(?P<count>\d+)x(?P<devices>\d+)(?::(?P<type>[\w.-]+))?")
 _HINT = "write NODESxDEVICES, as in 16x4 or 6x4:t4+2x8:a100, or name a YAML file with nodes"
@@ -89,3 +100,95 @@ def _load(path: Path) -> ClusterFile:
         first = error.errors()[0]
         index = ".".join(str(part) for part in first["loc"]) or "the file"
         raise SimulationError(f"--cluster: {path}: {index}: {first['msg']}.", hint=_HINT) from error
+
+
+DeviceBlock = tuple[int, int, float, float]
+"""Rows from and to (devices counted over all nodes), seconds from and to."""
+
+
+def assign_device_rows(outcome: SimulationResult) -> list[list[DeviceBlock]]:
+    """For each job, blocks of devices over time; no two jobs share a device."""
+    rows = _DeviceRows(outcome)
+    changes = sorted(
+        (
+            (at, job, placement)
+            for job, item in enumerate(outcome.jobs)
+            for at, placement in item.placements
+        ),
+        key=itemgetter(0),
+    )
+    for at, group in groupby(changes, key=itemgetter(0)):
+        now = list(group)
+        # Devices are released before any are taken.
+        for _, job, _ in now:
+            rows.release(job, at)
+        for _, job, placement in now:
+            rows.take(job, placement, at)
+    return rows.blocks
+
+
+class _DeviceRows:
+    def __init__(self, outcome: SimulationResult) -> None:
+        self.blocks: list[list[DeviceBlock]] = [[] for _ in outcome.jobs]
+        self._start: dict[str, int] = {}
+        self._free: dict[str, list[int]] = {}
+        row = 0
+        for node in outcome.nodes:
+            self._start[node.name] = row
+            self._free[node.name] = list(range(node.devices))
+            row += node.devices
+        self._held: dict[int, list[tuple[str, list[int], float]]] = {}
+
+    def release(self, job: int, at: float) -> None:
+        for name, slots, since in self._held.pop(job, []):
+            self._free[name] = sorted([*self._free[name], *slots])
+            if at > since:
+                start = self._start[name]
+                self.blocks[job] += [
+                    (start + low, start + high, since, at) for low, high in _join(slots)
+                ]
+
+    def take(self, job: int, placement: Placement, at: float) -> None:
+        held = self._held.setdefault(job, [])
+        for name, count in placement.shares:
+            free = self._free[name]
+            held.append((name, free[:count], at))
+            self._free[name] = free[count:]
+
+
+def _join(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Neighbouring slots as one block: start and end."""
+    blocks: list[tuple[int, int]] = []
+    for slot in slots:
+        if blocks and blocks[-1][1] == slot:
+            blocks[-1] = (blocks[-1][0], slot + 1)
+        else:
+            blocks.append((slot, slot + 1))
+    return blocks
+
+
+def place_shapes(
+    jobs: Sequence[Demand], picks: Sequence[int | None], shapes: ShapeTable
+) -> dict[str, Placement]:
+    """Placement of each job with a shape. The shapes fit their groups by number."""
+    placements: dict[str, Placement] = {}
+    for index, group in enumerate(shapes.groups):
+        own = {node.name for node in group.nodes}
+        wants: list[PlacementRequest] = []
+        for job, pick in zip(jobs, picks, strict=True):
+            if pick is None or shapes.group[pick] != index:
+                continue
+            devices, nodes = int(shapes.devices[pick]), int(shapes.nodes[pick])
+            is_same = job.held.devices == devices and job.held.nodes == nodes
+            is_here = all(name in own for name, _ in job.held.shares)
+            wants.append(
+                PlacementRequest(
+                    id=job.id,
+                    devices=devices,
+                    held=job.held,
+                    stays=is_same and is_here,
+                    is_pinned=job.is_pinned and is_same and is_here,
+                )
+            )
+        placements.update(place(group.nodes, wants).placements)
+    return placements

@@ -6,8 +6,8 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from yunlu.core.files import write_atomically
-from yunlu.lab.simulation.device_rows import assign_device_rows
-from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.cluster import assign_device_rows
+from yunlu.lab.simulation.profiles import SimulationError
 from yunlu.render.drawing.plots import IDLE, PALETTE, plot
 from yunlu.render.figures.values import (
     Axis,
@@ -19,13 +19,13 @@ from yunlu.render.figures.values import (
     TimelineFigure,
     TimelineSpan,
 )
-from yunlu.render.i18n.texts import same
+from yunlu.render.i18n import same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.lab.simulation.result import DecisionRecord, SimulationResult
+    from yunlu.lab.simulation.simulator import DecisionRecord, SimulationResult
 
 _HOUR_S = 3600
 _SHADES = (0.95, 0.75, 0.55)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from yunlu.core.errors import did_you_mean
-from yunlu.core.imports import make_object, names_object
-from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.sia import BELIEVED_RESTART_S, SiaEstimator, SiaPolicy, load_prior
+from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
-from yunlu.scheduler.policy.baselines import BASELINES
 from yunlu.scheduler.policy.fitting import Fitter
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
+from yunlu.spec.entry_points import POLICIES, known_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from yunlu.lab.simulation.rules import SimulationRules
-    from yunlu.scheduler.policy.observations import Estimator
+    from yunlu.hardware.fleet import Node
+    from yunlu.lab.simulation.simulator import SimulationRules
+    from yunlu.scheduler.policy.goodput import Estimator
     from yunlu.scheduler.policy.values import Policy
+
+
+BLIND = "yunlu-blind"
+"""Knows what Pollux knows: no lengths, and nothing of other jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,48 +47,59 @@ class SimulatedPolicy:
         )
 
 
-def _make_baseline(name: str) -> Callable[[], SimulatedPolicy]:
-    return lambda: SimulatedPolicy(name=name, policy=BASELINES[name]())
-
-
-def _make_own() -> SimulatedPolicy:
-    return SimulatedPolicy(name="yunlu", policy=Allocator(), estimator=Fitter(), is_shared=True)
-
-
-def _make_own_blind() -> SimulatedPolicy:
-    options = AllocatorOptions(learns_from_programs=False)
-    return SimulatedPolicy(
-        name="yunlu-blind",
-        policy=Allocator(options),
-        estimator=Fitter(),
-        declares_length=False,
-    )
-
-
-POLICIES: Mapping[str, Callable[[], SimulatedPolicy]] = {
-    "yunlu": _make_own,
-    "yunlu-blind": _make_own_blind,
-    **{name: _make_baseline(name) for name in BASELINES},
-}
-"""``yunlu-blind`` knows what Pollux knows: no lengths, and nothing of other jobs."""
-
-
 def make_policy(name: str) -> SimulatedPolicy:
-    """A known policy, or a user's: ``module:Class`` with ``decide`` and optionally ``estimator``."""
-    if name in POLICIES:
-        return POLICIES[name]()
-    if not names_object(name):
-        raise SimulationError(
-            f"--policy: {name!r} is not known; {did_you_mean(name, POLICIES)}.",
-            hint="or name your own: module:Class",
+    """A policy by name, or a user's ``module:Class``; its attribute ``estimator`` learns speeds."""
+    if name == "yunlu":
+        return SimulatedPolicy(name=name, policy=Allocator(), estimator=Fitter(), is_shared=True)
+    if name == BLIND:
+        return SimulatedPolicy(
+            name=name,
+            policy=Allocator(AllocatorOptions(learns_from_programs=False)),
+            estimator=Fitter(),
+            declares_length=False,
         )
-    policy: Policy = make_object(name)
-    if not hasattr(policy, "decide"):
-        raise SimulationError(f"--policy: {name} has no method decide(state).")
+    policy = open_policy(name)
     estimator: Estimator | None = getattr(policy, "estimator", None)
     return SimulatedPolicy(
         name=getattr(policy, "name", name),
         policy=policy,
         estimator=estimator,
         is_shared=bool(getattr(policy, "is_shared", False)),
+    )
+
+
+def policy_names() -> tuple[str, ...]:
+    """Policies that can be simulated, besides a user's own."""
+    return (*known_names(POLICIES), BLIND)
+
+
+TYPE_AWARE = ("yunlu", BLIND, "sia")
+"""Policies that distinguish device types; others treat all devices as equal."""
+
+
+def make_type_aware_policy(
+    name: str,
+    profiles: Path,
+    applications: Iterable[str],
+    nodes: Sequence[Node],
+    slowdown: Mapping[str, float] | None = None,
+) -> SimulatedPolicy:
+    """One of ``TYPE_AWARE``, for a pool of these nodes and the profiles in a directory."""
+    sizes = {node.type: node.devices for node in nodes}
+    types = tuple(sizes)
+    prior = load_prior(profiles, applications, types, slowdown)
+    if name == "sia":
+        return SimulatedPolicy(
+            name=name,
+            policy=SiaPolicy(restart_s_by_program=BELIEVED_RESTART_S),
+            estimator=SiaEstimator(prior=prior, node_devices=sizes),
+            declares_length=False,
+        )
+    is_blind = name == BLIND
+    return SimulatedPolicy(
+        name=name,
+        policy=Allocator(AllocatorOptions(learns_from_programs=not is_blind)),
+        estimator=CrossTypeFitter(types=types, prior=prior),
+        is_shared=not is_blind,
+        declares_length=not is_blind,
     )

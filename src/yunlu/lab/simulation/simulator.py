@@ -10,27 +10,217 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from yunlu.hardware.fleet import NOTHING
-from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.job_observations import SharedObservations
-from yunlu.lab.simulation.result import DecisionRecord, JobResult, SimulationResult
-from yunlu.lab.simulation.rules import Faults, SimulationRules, draw_faults
-from yunlu.lab.simulation.tables import SimulationError
+from yunlu.lab.simulation.job import SharedObservations, SimulatedJob
+from yunlu.lab.simulation.profiles import SimulationError
 from yunlu.scheduler.policy.values import PoolState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from yunlu.hardware.fleet import Node, Placement
-    from yunlu.lab.simulation.profiles import Profiles
-    from yunlu.lab.simulation.workload import Workload
-    from yunlu.scheduler.policy.observations import Estimator
+    from yunlu.lab.simulation.profiles import Profiles, Workload
+    from yunlu.scheduler.policy.goodput import Estimator
     from yunlu.scheduler.policy.values import Demand, Policy
 
     Watch = Callable[[float, int], None]
-    """Callback after each decision: the time, and how many jobs have ended."""
+    "Callback after each decision: the time, and how many jobs have ended."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationRules:
+    """Timing rules. The defaults are those of Pollux's own simulator."""
+
+    interval_s: float = 60
+    """A decision is made this often."""
+    is_event_driven: bool = False
+    """Decide also whenever a job comes or ends."""
+    restart_s: float = 30
+    """A job whose devices change holds the new ones this long without progress."""
+    restart_s_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
+    slowdown_by_application: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Factor on step times: the measured system against the profiled one."""
+    restarts_on_move: bool = True
+    """Whether a move to other nodes of the same type and shape is a restart too."""
+    declares_length: bool = True
+    """Whether policies know the remaining length of a job."""
+    is_shared: bool = False
+    """Whether jobs of one application share timings and noise."""
+    limit_s: float = 120 * 86400
+    """The simulation fails if a policy has not ended all jobs by then."""
+    idle_limit_s: float = 86400
+    """The simulation fails if a policy gives out nothing for this long while jobs wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Random faults; the same for the same seed."""
+
+    seed: int = 0
+    length_error: float = 1.0
+    """Declared lengths are wrong by a factor between 1/this and this, log-uniform."""
+    crash_share: float = 0.0
+    """Share of jobs that crash once, at a random point."""
+    retry_s: float = 30.0
+    """Seconds before a crashed job is queued again."""
+    checkpoint_s: float = 300.0
+    """A crash loses what was trained since the last checkpoint, made this often."""
+    step_noise: float = 0.0
+    """Standard deviation of the logarithm of step times, drawn anew with each measurement."""
+    interference: float = 0.0
+    """Share of its speed that a job on several nodes loses where it meets another such job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFaults:
+    """Faults of one job."""
+
+    declared_factor: float = 1.0
+    crashes_at: float = math.inf
+    """Share of its progress at which it crashes."""
+    noise_seed: tuple[int, int] = (0, 0)
+
+
+def draw_faults(faults: Faults, count: int) -> Sequence[JobFaults]:
+    """Faults of each job, in the order of the workload; each kind has its own random stream."""
+    lengths, crashes = (np.random.default_rng((faults.seed, kind)) for kind in range(2))
+    spread = math.log(faults.length_error)
+    factors = np.exp(lengths.uniform(-spread, spread, count)) if spread > 0 else np.ones(count)
+    crash = crashes.uniform(size=count) < faults.crash_share
+    places = crashes.uniform(size=count)
+    return [
+        JobFaults(
+            declared_factor=float(factors[item]),
+            crashes_at=float(places[item]) if crash[item] else math.inf,
+            noise_seed=(faults.seed, 2 + item),
+        )
+        for item in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """Result of one job."""
+
+    name: str
+    application: str
+    submitted_at: float
+    ended_at: float
+    restarts: int
+    device_s: float
+    placements: tuple[tuple[float, Placement], ...]
+    """Placements over time; none after its end."""
+    crashes: int = 0
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time: from submission to end."""
+        return self.ended_at - self.submitted_at
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until it first held devices."""
+        return self.placements[0][0] - self.submitted_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """One decision."""
+
+    at: float
+    waiting: int
+    """Jobs that hold nothing after it."""
+    running: int
+    devices: int
+    """Held after it."""
+    decision_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """Results of all jobs."""
+
+    workload: str
+    policy: str
+    nodes: tuple[Node, ...]
+    jobs: tuple[JobResult, ...]
+    rounds: tuple[DecisionRecord, ...]
+
+    @property
+    def jct_s(self) -> dict[str, float]:
+        """By job name."""
+        return {job.name: job.jct_s for job in self.jobs}
+
+    @property
+    def average_s(self) -> float:
+        """Mean completion time."""
+        return sum(job.jct_s for job in self.jobs) / len(self.jobs)
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last job, from the workload's zero."""
+        return max(job.ended_at for job in self.jobs)
+
+    @property
+    def restarts_per_job(self) -> float:
+        """On average."""
+        return sum(job.restarts for job in self.jobs) / len(self.jobs)
+
+    @property
+    def device_hours(self) -> float:
+        """Device-hours held, restarts included."""
+        return sum(job.device_s for job in self.jobs) / 3600
+
+    @property
+    def dollars(self) -> float:
+        """Cost of the nodes until the last job ended, idle or not."""
+        return sum(node.dollars_per_hour for node in self.nodes) * self.makespan_s / 3600
+
+    @property
+    def decision_cpu_s(self) -> float:
+        """Mean CPU time of one round."""
+        return sum(one_round.decision_cpu_s for one_round in self.rounds) / max(len(self.rounds), 1)
+
+    def percentile_s(self, percent: float) -> float:
+        """Percentile of completion times."""
+        return float(np.percentile([job.jct_s for job in self.jobs], percent))
+
+    def summary(self) -> dict[str, Any]:
+        """The figures for programs."""
+        return {
+            "workload": self.workload,
+            "policy": self.policy,
+            "jobs": len(self.jobs),
+            "jct_average_s": self.average_s,
+            "jct_p50_s": self.percentile_s(50),
+            "jct_p99_s": self.percentile_s(99),
+            "makespan_s": self.makespan_s,
+            "restarts_per_job": self.restarts_per_job,
+            "device_hours": self.device_hours,
+            "waiting_average": self._mean_over_time("waiting"),
+            "utilisation": self._utilisation(),
+            "dollars": self.dollars,
+            "rounds": len(self.rounds),
+            "decision_cpu_s": self.decision_cpu_s,
+        }
+
+    def _utilisation(self) -> float:
+        total = sum(node.devices for node in self.nodes)
+        return self.device_hours * 3600 / (total * self.makespan_s)
+
+    def _mean_over_time(self, field: str) -> float:
+        spans = [
+            (later.at - item.at, getattr(item, field))
+            for item, later in zip(self.rounds, self.rounds[1:], strict=False)
+        ]
+        whole = sum(span for span, _ in spans)
+        return sum(span * value for span, value in spans) / whole if whole else 0.0
+
 
 _SOUND = Faults()
 

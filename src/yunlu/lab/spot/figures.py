@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from yunlu.core.errors import JobError
+from yunlu.core.files import write_atomically
+from yunlu.render.drawing.plots import plot
 from yunlu.render.figures.values import StripFigure, TimelineFigure, TimelineSpan
-from yunlu.scheduler.spot.values import HOUR_S, Mode
+from yunlu.scheduler.spot import HOUR_S, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
-    from yunlu.lab.spot.comparison import ReplayedJob
-    from yunlu.scheduler.spot.values import DeadlineJob, SpotMarket
+    from yunlu.lab.spot.replay import ReplayedJob
+    from yunlu.scheduler.spot import DeadlineJob, SpotMarket
 
 _COLOURS = {Mode.SPOT: "#2b8a3e", Mode.ON_DEMAND: "#d9480f"}
 _UP = "#ced4da"
@@ -74,3 +79,30 @@ def _stretches(mask: Any) -> Iterator[tuple[int, int]]:
     """Beginning and end of each stretch where it is true."""
     edges = np.flatnonzero(np.diff(np.r_[0, np.asarray(mask, dtype=int), 0])).tolist()
     return zip(edges[::2], edges[1::2], strict=True)
+
+
+FORMATS = (".png", ".svg")
+
+
+def check_spot_plot(path: Path) -> None:
+    """Refuse, before anything is computed, a plot that could not be written."""
+    if path.suffix.lower() not in FORMATS:
+        raise JobError(
+            f"--plot: {path} has no suffix of a picture.", hint=f"use one of {', '.join(FORMATS)}"
+        )
+    if not path.parent.is_dir():
+        raise JobError(
+            f"--plot: there is no directory {path.parent}.", hint="make it, or name another"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise JobError(f"--plot: {path.parent} is not writable.", hint="name another directory")
+
+
+def write_spot_plot(
+    job: DeadlineJob, trials: Sequence[ReplayedJob], markets: Mapping[str, SpotMarket], path: Path
+) -> None:
+    """One job above, the costs of all jobs below."""
+    check_spot_plot(path)
+    figures = replay_figures(job, trials, markets)
+    kind = path.suffix.lower()[1:]
+    write_atomically(path, plot(figures, size=(9, 6.4), format=kind, dpi=160, heights=(3, 2)))

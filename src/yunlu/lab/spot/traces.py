@@ -1,21 +1,25 @@
-"""Readers of public traces: availability (SkyPilot's spot traces) and prices (AWS history)."""
+"""Public traces: availability (SkyPilot) and prices (AWS history) with simulated interruptions."""
 
 from __future__ import annotations
 
 import csv
 import gzip
+from bisect import bisect_left
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from yunlu.core.errors import YunluError
 from yunlu.core.json_decode import decode_json
-from yunlu.scheduler.spot.values import SpotMarket
+from yunlu.scheduler.spot import SpotMarket, up_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from yunlu.scheduler.spot import SpotModel
 
 DAY_S = 86400.0
 
@@ -132,3 +136,16 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
             f"{path}: cannot be read ({error}).",
             hint="expected a CSV of date,instance,az,spot_price,ondemand_price, or that with gzip",
         ) from error
+
+
+def interrupt(market: SpotMarket, model: SpotModel, *, random: np.random.Generator) -> SpotMarket:
+    """The same prices, with spells drawn from the model; spot is up only where it was offered."""
+    moves = np.cumsum(model.transitions(market.step_s).toarray(), axis=1).tolist()
+    is_up = up_states()
+    last = len(is_up) - 1
+    state = int(random.integers(len(is_up)))
+    states: list[int] = []
+    for chance in random.random(len(market)).tolist():
+        states.append(state)
+        state = min(bisect_left(moves[state], chance), last)
+    return replace(market, is_up=market.is_up & is_up[states])

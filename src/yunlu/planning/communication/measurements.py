@@ -135,9 +135,10 @@ class SharedWork(FiniteFigures):
     """Last backward pass of a step, which can overlap with the exchange."""
     matrices: tuple[tuple[int, int], ...] = ()
     """Shapes of the weights that PowerSGD compresses."""
-    optimizer: str = "adamw"
+    can_freeze: bool = True
+    """Whether the optimiser can freeze its second moment."""
     memory_steps: int = Field(default=1000, ge=0)
-    """Time constant of Adam's second moment, in steps."""
+    """Time constant of the second moment, in steps."""
     steps: int | None = None
     """Steps left."""
     is_replicated: bool = True

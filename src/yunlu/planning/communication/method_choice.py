@@ -196,11 +196,11 @@ def _links(figures: WireFigures) -> str:
 
 def _check(question: MethodQuery) -> None:
     pinned = question.pinned
-    for name, known in ((pinned.method, METHODS), (pinned.codec, PACKINGS)):
-        if name is not None and name not in known:
-            raise CommunicationError(
-                f"communication: {name} is not known.", hint=f"There are {', '.join(known)}."
-            )
+    if pinned.method is not None and pinned.method not in METHODS:
+        raise CommunicationError(
+            f"communication: {pinned.method} is not known.",
+            hint=f"There are {', '.join(METHODS)}.",
+        )
     method, codec = pinned.method or "all-reduce", pinned.codec or "none"
     if not keeps(question.guarantee, method, codec):
         name = pinned.method if keeps(question.guarantee, "all-reduce", codec) else pinned.codec
@@ -246,8 +246,8 @@ def _against_codec(figures: WireFigures, question: MethodQuery, name: str) -> st
     packing = PACKINGS[name]
     if not keeps(question.guarantee, "all-reduce", name):
         return f"it is {packing.guarantee}, {question.guarantee} was asked for"
-    if packing.optimizers and question.work.optimizer not in packing.optimizers:
-        return f"it needs {' or '.join(packing.optimizers)} as optimiser"
+    if packing.needs_freezing and not question.work.can_freeze:
+        return "it needs an optimiser that can freeze its second moment, such as adamw"
     if name == "powersgd" and not question.work.matrices:
         return "the model has no matrices"
     if name not in ("none", "powersgd") and figures.codec(name) is None:

@@ -42,8 +42,8 @@ class Packing:
     name: str
     steps_factor: float
     """With error feedback."""
-    optimizers: tuple[str, ...] = ()
-    """Optimisers it is known to work with; empty means all."""
+    needs_freezing: bool = False
+    """Whether it works only with an optimiser that can freeze its second moment."""
     source: str = ""
 
     @property
@@ -95,7 +95,7 @@ METHODS: dict[str, ExchangeMethod] = {
     )
 }
 
-PACKINGS: dict[str, Packing] = {
+_BUILT_IN: dict[str, Packing] = {
     item.name: item
     for item in (
         Packing(name="none", steps_factor=1.0),
@@ -122,7 +122,7 @@ PACKINGS: dict[str, Packing] = {
         Packing(
             name="onebit",
             steps_factor=1.03,
-            optimizers=("adam", "adamw"),
+            needs_freezing=True,
             source="method: Tang et al. 2021 (arXiv:2102.02888); number: a guess",
         ),
         Packing(
@@ -145,6 +145,16 @@ PACKINGS: dict[str, Packing] = {
         ),
     )
 }
+
+
+class _Packings(dict[str, Packing]):
+    """Built-in codecs by name; of any other the effect is not known."""
+
+    def __missing__(self, name: str) -> Packing:
+        return Packing(name=name, steps_factor=1.0, source="not known: a codec from elsewhere")
+
+
+PACKINGS: dict[str, Packing] = _Packings(_BUILT_IN)
 
 BEFORE_ONE_BIT = "int4"
 """Codec used until Adam's second moment is stable."""

@@ -15,6 +15,7 @@ from yunlu.planning.communication.methods import (
 )
 from yunlu.planning.communication.timing import Clock, Span
 from yunlu.planning.machine_profile import FiniteFigures
+from yunlu.planning.predict.step_parts import compose_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,9 +188,16 @@ def _make(
     hidden_s: float,
     sent_bytes: float,
 ) -> StepForecast:
+    step = compose_step(
+        micros=1.0,
+        own_s=compute_s,
+        stage_s=compute_s,
+        slowest_s=compute_s,
+        data_s=exchange_s - hidden_s,
+    )
     return StepForecast(
         setting=setting,
-        step_s=compute_s + exchange_s - hidden_s,
+        step_s=step.total_s,
         exchange_s=exchange_s,
         hidden_s=hidden_s,
         bytes_per_step=sent_bytes,

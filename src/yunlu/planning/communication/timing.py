@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from yunlu.planning.collectives import sent_share
 from yunlu.planning.communication.rounds import SCHEDULES, direct
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Clock:
 
     def _torch_sum(self, size_bytes: float) -> Span:
         workers = self.figures.size
-        sent = 2 * (workers - 1) / workers * size_bytes
+        sent = sent_share("all-reduce", workers) * size_bytes
         measured = self.figures.all_reduce
         if measured is not None:
             return Span(max(measured.message_s, size_bytes / measured.bytes_per_s), sent)

@@ -1,9 +1,7 @@
-"""Cost of collectives between devices: latency and bandwidth, within and between nodes. Pure.
+"""Rings of devices: latency and bandwidth, within and between nodes. Pure.
 
-Ring algorithms (Thakur, Rabenseifner and Gropp 2005; NCCL): an all-reduce among n sends
-2 (n - 1) / n of the message through each device, an all-gather or reduce-scatter half of that. A
-ring over several nodes crosses the network with as many cards as it has members in a node, so its
-bandwidth is the lesser of the link's and of those cards'.
+Volumes are those of ``planning.collectives``. A ring over several nodes crosses the network with as many cards as it
+has members in a node, so its bandwidth is the lesser of the link's and of those cards' (as in NCCL).
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from yunlu.planning.collectives import sent_share
 
 if TYPE_CHECKING:
     from yunlu.planning.predict.query_batch import Column, QueryBatch
@@ -27,12 +27,12 @@ class Ring:
 
     def gather_s(self, message_bytes: Column) -> Column:
         """All-gather or reduce-scatter of a message of this total size; 0 for one member."""
-        share = (self.members - 1.0) / self.members
+        share = sent_share("all-gather", self.members)
         return share * (message_bytes / self.bytes_per_s) + self.latency_s
 
     def reduce_s(self, message_bytes: Column) -> Column:
         """All-reduce."""
-        share = 2.0 * (self.members - 1.0) / self.members
+        share = sent_share("all-reduce", self.members)
         return share * (message_bytes / self.bytes_per_s) + self.latency_s
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from yunlu.planning.predict.query_batch import Column, QueryBatch
-    from yunlu.planning.predict.step_time import StepTime
+    from yunlu.planning.predict.step_parts import StepTime
 
     Table = np.ndarray[Any, np.dtype[np.float64]]
 

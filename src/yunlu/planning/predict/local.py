@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from yunlu.planning.machine_profile import KernelTiming, Kind, MachineProfile
-    from yunlu.planning.plan import Kernel
+    from yunlu.spec.optimizers import Kernel
 
 _COMPUTED: frozenset[Kind] = frozenset(("product", "convolution", "convolution_back", "attention"))
 """Kinds sized by FLOPs."""

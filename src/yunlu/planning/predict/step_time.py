@@ -5,7 +5,7 @@ The formulas and where they come from: docs/planner-model.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from yunlu.planning.predict.collectives import make_ring
 from yunlu.planning.predict.constants import Constants, shipped_constants
 from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.step_parts import StepTime, compose_step
 
 if TYPE_CHECKING:
     from yunlu.planning.predict.query_batch import Column, QueryBatch
@@ -25,33 +26,6 @@ _REFERENCE_PEAK, _USUAL_SHARE = 312e12, 0.869
 _TF32 = float(PRECISIONS.index("tf32"))
 _FP8, _FP4 = float(PRECISIONS.index("fp8")), float(PRECISIONS.index("fp4"))
 _SELECTIVE, _FULL = float(RECOMPUTE.index("selective")), float(RECOMPUTE.index("full"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Seconds of one step; the parts add up."""
-
-    compute_s: Column
-    tp_s: Column
-    pp_bubble_s: Column
-    dp_s: Column
-    """Exposed part of data-parallel or sharded communication."""
-    optimizer_s: Column
-    input_s: Column
-    other_s: Column
-
-    @property
-    def total_s(self) -> Column:
-        """All parts."""
-        return (
-            self.compute_s
-            + self.tp_s
-            + self.pp_bubble_s
-            + self.dp_s
-            + self.optimizer_s
-            + self.input_s
-            + self.other_s
-        )
 
 
 def step_time(points: QueryBatch, constants: Constants | None = None) -> StepTime:
@@ -98,27 +72,25 @@ def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
     pace_s = even_s + c["imbalance"] * (uneven_s - even_s)
     pipe_s = _pipe(points, c, tokens)
     waiting = c["bubble"] * (points.pp - 1.0) / points.virtual
-    bubble_s = micros * (pace_s - even_s + pipe_s) + waiting * (even_s + pipe_s)
-
     busy_s = micros * even_s
-    compute_s = micros * (depth * layer_s + head_s / points.pp)
     gather_s, reduce_s = _data(points, c, micros)
     # Messages overlap with compute, never fully: T = (Tc^3 + Tm^3)^(1/3).
     data_s = (
         np.maximum(np.cbrt(busy_s * busy_s * busy_s + gather_s * gather_s * gather_s) - busy_s, 0.0)
         + reduce_s
     )
-    optimizer_s = _optimizer(points, c)
     late = c["straggling"] * np.log2(np.maximum(points.devices / points.node_devices, 1.0))
-    other_s = c["step_s"] + micros * c["micro_s"] + late * busy_s
-    return StepTime(
-        compute_s=compute_s,
-        tp_s=busy_s - compute_s,
-        pp_bubble_s=bubble_s,
-        dp_s=data_s,
-        optimizer_s=optimizer_s,
+    return compose_step(
+        micros=micros,
+        own_s=depth * layer_s + head_s / points.pp,
+        stage_s=even_s,
+        slowest_s=pace_s,
+        pipe_s=pipe_s,
+        waiting=waiting,
+        data_s=data_s,
+        optimizer_s=_optimizer(points, c),
         input_s=np.zeros(len(points)),
-        other_s=other_s,
+        other_s=c["step_s"] + micros * c["micro_s"] + late * busy_s,
     )
 
 

@@ -6,7 +6,7 @@ from math import hypot
 from typing import TYPE_CHECKING
 
 from yunlu.hardware.offer import HERE
-from yunlu.planning.search.options import Interval
+from yunlu.planning.plan import Interval
 from yunlu.planning.search.spot import (
     RATE_FACTOR,
     START_FACTOR,

@@ -90,6 +90,7 @@ def _hardware_config(catalog: Catalog, offer: Offer) -> HardwareConfig:
         reachable=math.nan if device.reachable is None else device.reachable,
         most_nodes=offer.most_nodes or 1 << 20,
         is_here=offer.cloud == HERE,
+        device_kind=device.kind,
     )
 
 

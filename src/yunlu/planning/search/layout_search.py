@@ -20,6 +20,8 @@ from yunlu.planning.search.grid import LAYOUT_COLUMNS, LayoutRules, enumerate_la
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from yunlu.hardware.device import Kind
+    from yunlu.planning.plan import DatasetSize
     from yunlu.planning.predict.memory import PeakMemory, StateBytes
     from yunlu.planning.predict.query_batch import Column
 
@@ -29,7 +31,6 @@ USABLE = 0.97
 """Usable share of a device's memory: the driver needs the rest."""
 EVALUATED = 1 / 3
 """Cost of an evaluation relative to training on a sample: the forward pass only."""
-STEP_PARTS = ("compute", "tp", "pp_bubble", "dp", "optimizer", "input", "other")
 _AT_ONCE = 1 << 15
 _FEW_CONFIGS = 48
 _WIDTHS = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1}
@@ -74,6 +75,7 @@ class HardwareConfig:
     most_nodes: int = 1 << 20
     is_here: bool = False
     """Whether it is this machine."""
+    device_kind: Kind = "cuda"
     time_factor: float = 1.0
     """Measured over predicted time of runs on this hardware."""
     memory_factor: float = 1.0
@@ -104,6 +106,10 @@ class TrainingWork:
     evaluate_every: int | None = None
     """Every so many steps, on ``evaluation_samples`` each; in addition to the share."""
     evaluation_samples: float = 0.0
+    data: DatasetSize | None = None
+    """Samples of each split, where they are known."""
+    epochs: float | None = None
+    """Passes over the training data, where it is not a number of steps that is asked for."""
     columns: Mapping[str, float]
     """Model columns of a ``QueryBatch``."""
     state: StateBytes | None = None
@@ -115,6 +121,12 @@ class TrainingWork:
         if self.evaluate_every is None:
             return 0.0
         return EVALUATED * self.evaluation_samples / self.evaluate_every
+
+    def count_steps(self, batch: Column) -> Column:
+        """Steps with each batch, as the planner counts them: every epoch ends with what is left."""
+        if self.data is None or self.epochs is None:
+            return np.ceil(self.samples / batch)
+        return np.maximum(np.round(self.epochs * np.ceil(self.data.train / batch)), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +212,7 @@ def search(question: LayoutQuery) -> LayoutSearchResult:
 
 def run_seconds(work: TrainingWork, points: QueryBatch, step_s: Column) -> Column:
     """Duration of all steps, with evaluations."""
-    steps = np.ceil(work.samples / points.batch)
+    steps = work.count_steps(points.batch)
     return steps * step_s * (1.0 + work.evaluation_share + work.evaluated / points.batch)
 
 
@@ -212,7 +224,7 @@ def predict_steps(question: LayoutQuery, result: LayoutSearchResult) -> dict[str
         [config.measured is not None and config.measured.time for config in question.configs]
     )
     factor = factor * np.where(is_timed[result.config], 1.0, correct(result.points, time))
-    return {name: getattr(time, f"{name}_s") * factor for name in STEP_PARTS}
+    return {name: part * factor for name, part in time.parts.items()}
 
 
 def predict_memory(points: QueryBatch, work: TrainingWork) -> PeakMemory:

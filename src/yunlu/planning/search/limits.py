@@ -10,8 +10,8 @@ import numpy as np
 from yunlu.core.units import show_duration
 
 if TYPE_CHECKING:
+    from yunlu.planning.plan import Plan
     from yunlu.planning.predict.query_batch import Column
-    from yunlu.planning.search.options import PlanOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class GoalLimits:
 
 
 def explain_excess(
-    limits: GoalLimits, nearest: PlanOption, *, total_s: Column, dollars: Column
+    limits: GoalLimits, nearest: Plan, *, total_s: Column, dollars: Column
 ) -> tuple[str, ...]:
     """Which limit no option meets, or that none meets both, and how near the nearest comes."""
     hardware, cost = nearest.hardware, nearest.dollars

@@ -11,13 +11,14 @@ import numpy as np
 from yunlu.core.errors import did_you_mean
 from yunlu.planning.predict.query_batch import RECOMPUTE
 from yunlu.planning.search.grid import enumerate_layouts
-from yunlu.planning.search.options import PlanError, PlanOption
+from yunlu.planning.search.options import PlanError
 from yunlu.planning.search.refusals import join_words, refuse_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from yunlu.planning.layout import Layout
+    from yunlu.planning.plan import Plan
     from yunlu.planning.predict.query_batch import Column
     from yunlu.planning.search.grid import LayoutRules
     from yunlu.planning.search.hardware_configs import Price
@@ -37,7 +38,7 @@ def narrow(
     question: LayoutQuery,
     prices: Sequence[Price],
     price: Price,
-    option: PlanOption,
+    option: Plan,
     changes: Mapping[str, Any],
 ) -> tuple[LayoutQuery, Price]:
     """The query restricted to the option and the changes; refuses impossible ones."""
@@ -81,7 +82,7 @@ def _find_feasible(
     devices: int,
     rules: LayoutRules,
     changes: Mapping[str, Any],
-    option: PlanOption,
+    option: Plan,
 ) -> LayoutRules:
     """Rules that allow a layout, as near to the option's own as possible."""
 
@@ -121,7 +122,7 @@ def _zero1(usual: LayoutRules, layout: Layout, changes: Mapping[str, Any]) -> tu
 
 
 def _loosened(
-    rules: LayoutRules, changes: Mapping[str, Any], option: PlanOption
+    rules: LayoutRules, changes: Mapping[str, Any], option: Plan
 ) -> Iterator[LayoutRules]:
     """All of the option's values; then without those that may change, the micro-batch first."""
     fixed = {axis: size for axis, size in rules.pinned.items()

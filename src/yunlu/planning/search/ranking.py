@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yunlu.planning.large_batch import Rule, scale_rate
-from yunlu.planning.layout import Layout
-from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
-from yunlu.planning.search.duration import MOST_LOST, start_seconds, sum_up
+from yunlu.planning.search.duration import MOST_LOST, start_seconds
 from yunlu.planning.search.interval_factors import memory_factors, time_factors
 from yunlu.planning.search.layout_search import (
-    LayoutQuery,
     LayoutSearchResult,
     predict_memory,
     predict_steps,
     run_seconds,
     search,
 )
-from yunlu.planning.search.limits import GoalLimits, explain_excess
+from yunlu.planning.search.limits import explain_excess
 from yunlu.planning.search.option_changes import narrow
-from yunlu.planning.search.options import Hardware, Interval, PlanOption, PlanOptions
+from yunlu.planning.search.options import PlanOptions
+from yunlu.planning.search.priced_plan import (
+    POINT_COLUMNS,
+    OptionQuery,
+    SearchedLayout,
+    make_priced_plan,
+    priced_hardware,
+)
 from yunlu.planning.search.reasons import give_reasons
 from yunlu.planning.search.refusals import refuse_all, refuse_change
-from yunlu.planning.search.spot import START_HERE_S, lost_share
+from yunlu.planning.search.spot import lost_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from yunlu.planning.plan import Plan
     from yunlu.planning.predict.query_batch import Column
     from yunlu.planning.search.hardware_configs import Price
     from yunlu.spec.goal import Objective
@@ -44,23 +48,6 @@ _BETTER = 0.95
 """An option that is cheaper or faster by less is not listed for that."""
 _TOO_MUCH = 100.0
 """An option that takes or costs so many times more than the best is not listed for being cheap or fast."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionQuery:
-    """Everything that options depend on."""
-
-    question: LayoutQuery
-    prices: tuple[Price, ...]
-    objective: Objective
-    limits: GoalLimits = field(default_factory=GoalLimits)
-    counts_tokens: bool
-    checkpoint_s: float = 60.0
-    """Seconds between two checkpoints."""
-    start_here_s: float = START_HERE_S
-    """Start-up on this machine."""
-    lr_scaling: Rule = "none"
-    base_batch: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +114,7 @@ def list_candidates(ask: OptionQuery, weighed: RankedCandidates) -> list[tuple[f
     rows: list[tuple[float, float, str]] = []
     for index in np.flatnonzero(np.isfinite(candidates.dollars)):
         price, find = ask.prices[candidates.price[index]], candidates.find[index]
-        hardware = _hardware(ask, price, int(result.nodes[find]))
+        hardware = priced_hardware(ask, price, int(result.nodes[find]))
         name = f"{hardware} ({hardware.devices} {hardware.device})"
         hours = float(candidates.total_s[index]) / 3600
         rows.append((hours, float(candidates.dollars[index]), name))
@@ -225,9 +212,7 @@ def _kind(
     return (config.device, count) if with_count else (config.device,)
 
 
-def _make_options(
-    ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]
-) -> list[PlanOption]:
+def _make_options(ask: OptionQuery, weighed: RankedCandidates, chosen: list[int]) -> list[Plan]:
     result, steps, candidates = weighed.layouts, weighed.steps, weighed.candidates
     finds = candidates.find[chosen]
     points = result.points.take(finds)
@@ -235,124 +220,37 @@ def _make_options(
     configs = [ask.question.configs[int(config)] for config in result.config[finds]]
     memory_low, memory_high = memory_factors(points, memory, configs)
     low, high = time_factors(points, configs)
-    options: list[PlanOption] = []
+    options: list[Plan] = []
     for index, candidate in enumerate(chosen):
         find = int(finds[index])
         price = ask.prices[candidates.price[candidate]]
         parts = {name: float(column[find]) for name, column in steps.items()}
         factor = configs[index].memory_factor
         held = {name: factor * float(getattr(memory, name)[index]) for name in MEMORY_PARTS}
-        option = _make_option(
-            ask, price, nodes=int(result.nodes[find]), held=held, parts=parts,
-            point={name: getattr(points, name)[index] for name in _POINT},
+        searched = SearchedLayout(
+            nodes=int(result.nodes[find]), memory_parts=held, step_parts=parts,
+            point={name: float(getattr(points, name)[index]) for name in POINT_COLUMNS},
             memory_factors=(float(memory_low[index]), float(memory_high[index])),
             time_factors=(float(low[index]), float(high[index])),
         )  # fmt: skip
+        option = make_priced_plan(ask, price, searched)
         options.append(option.with_recall(_recall(ask, price, option)))
     return options
 
 
-_POINT = (
-    *("dp", "fsdp", "tp", "pp", "virtual", "zero", "sequence", "batch", "micro_batch"),
-    *("recompute", "precision"),
-)
-
-
-def _make_option(
-    ask: OptionQuery,
-    price: Price,
-    *,
-    nodes: int,
-    point: dict[str, float],
-    held: dict[str, float],
-    parts: dict[str, float],
-    memory_factors: tuple[float, float],
-    time_factors: tuple[float, float],
-) -> PlanOption:
-    work = ask.question.work
-    hardware = _hardware(ask, price, nodes)
-    batch, micro = int(point["batch"]), int(point["micro_batch"])
-    layout = _layout(point)
-    steps = int(np.ceil(work.samples / batch))
-    step = _interval(sum(parts.values()), time_factors)
-    pace = Interval(value=batch / step.value, low=batch / step.high, high=batch / step.low)
-    total_parts, total = sum_up(
-        price, nodes=nodes, steps=steps, step=step, checkpoint_s=ask.checkpoint_s,
-        evaluating=work.evaluation_share + work.evaluated / batch,
-        start_s=start_seconds(price, here_s=ask.start_here_s),
-    )  # fmt: skip
-    memory = _interval(sum(held.values()), memory_factors)
-    hourly = hardware.dollars_per_hour
-    return PlanOption(
-        hardware=hardware,
-        layout=layout,
-        batch=batch,
-        micro_batch=micro,
-        accumulation=int(np.ceil(batch / (layout.replicas * micro))),
-        recompute=RECOMPUTE[int(point["recompute"])],  # pyright: ignore[reportArgumentType]
-        precision=PRECISIONS[int(point["precision"])],  # pyright: ignore[reportArgumentType]
-        steps=steps,
-        lr_scaling=ask.lr_scaling,
-        lr_factor=scale_rate(1.0, batch=batch, base_batch=ask.base_batch, rule=ask.lr_scaling),
-        memory_bytes=memory,
-        headroom=1.0 - memory.high / hardware.memory_bytes,
-        step_s=step,
-        samples_per_s=pace,
-        tokens_per_s=pace.times(work.seq) if ask.counts_tokens else None,
-        total_s=total,
-        dollars=None if hourly is None else total.times(hourly / 3600),
-        memory_parts=held,
-        step_parts=parts,
-        total_parts=total_parts,
-    )
-
-
-def _interval(value: float, factors: tuple[float, float]) -> Interval:
-    return Interval(value=value, low=value * factors[0], high=value * factors[1])
-
-
-def _hardware(ask: OptionQuery, price: Price, nodes: int) -> Hardware:
-    config, offer = ask.question.configs[price.config], price.offer
-    dollars = price.dollars_per_hour
-    return Hardware(
-        cloud=offer.cloud,
-        instance=offer.instance,
-        region=offer.region,
-        nodes=nodes,
-        device=config.device,
-        devices_per_node=config.devices,
-        spot=price.spot,
-        dollars_per_hour=None if dollars is None else dollars * nodes,
-        memory_bytes=config.memory_bytes,
-    )
-
-
-def _layout(point: dict[str, float]) -> Layout:
-    stages = int(point["virtual"])
-    return Layout(
-        dp=int(point["dp"]),
-        fsdp=int(point["fsdp"]),
-        tp=int(point["tp"]),
-        pp=int(point["pp"]),
-        sequence=bool(point["sequence"]),
-        zero1=point["zero"] == 1.0,
-        schedule="interleaved" if stages > 1 else "1f1b",
-        stages_per_rank=stages,
-    )
-
-
-def _recall(
-    ask: OptionQuery, price: Price, option: PlanOption
-) -> Callable[[dict[str, Any]], PlanOption]:
-    def again(changes: dict[str, Any]) -> PlanOption:
+def _recall(ask: OptionQuery, price: Price, option: Plan) -> Callable[[dict[str, Any]], Plan]:
+    def again(changes: dict[str, Any]) -> Plan:
         question, other = narrow(ask.question, ask.prices, price, option, changes)
-        changed = replace(ask, question=question, prices=(other,))
+        changed = replace(
+            ask, question=question, prices=(other,), changed=ask.changed | changes.keys()
+        )
         weighed = rank_candidates(changed)
         if not len(weighed.layouts):
             raise refuse_change(question, weighed.layouts, changes)
         best = int(np.argmin(weighed.candidates.total_s))
         made = _make_options(changed, weighed, [best])[0]
         # Values kept this time may be changed the next.
-        return made.with_recall(_recall(ask, other._replace(config=price.config), made))
+        before = replace(ask, changed=changed.changed)
+        return made.with_recall(_recall(before, other._replace(config=price.config), made))
 
     return again

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yunlu.planning.search.explain import compare, main_wait
+from yunlu.planning.explain import compare, main_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.planning.plan import Plan
     from yunlu.planning.search.limits import GoalLimits
-    from yunlu.planning.search.options import PlanOption
     from yunlu.spec.goal import Objective
 
 _TIGHT = 0.05
@@ -19,13 +19,13 @@ _BEST = {"balanced": "best balance of cost and time", "cost": "cheapest", "time"
 
 
 def give_reasons(
-    options: Sequence[PlanOption],
+    options: Sequence[Plan],
     objective: Objective,
     limits: GoalLimits,
     *,
     is_met: bool,
     compared: int = 0,
-) -> list[PlanOption]:
+) -> list[Plan]:
     """The same options, each with its reason; the first reason says whether the limits are met.
 
     The last so many as are only ``compared`` are not chosen from.
@@ -35,7 +35,7 @@ def give_reasons(
     costs = [option.dollars.value for option in real if option.dollars is not None]
     times = [option.total_s.value for option in real if option.dollars is not None]
     least = (_outstanding(costs), _outstanding(times))
-    results: list[PlanOption] = []
+    results: list[Plan] = []
     for index, option in enumerate(options):
         parts = [_BEST[objective] if is_met else "nearest to the limits"]
         parts = parts if option is best and option.dollars is not None else []
@@ -52,11 +52,11 @@ def _outstanding(figures: Sequence[float]) -> float | None:
     return min(figures) if figures and max(figures) > _ALIKE * min(figures) else None
 
 
-def _with_reason(option: PlanOption, reason: str) -> PlanOption:
+def _with_reason(option: Plan, reason: str) -> Plan:
     return option.model_copy(update={"reason": reason})
 
 
-def _extremes(option: PlanOption, least: tuple[float | None, float | None]) -> list[str]:
+def _extremes(option: Plan, least: tuple[float | None, float | None]) -> list[str]:
     if option.dollars is None:
         return ["price unknown"]
     cheapest, fastest = least
@@ -64,7 +64,7 @@ def _extremes(option: PlanOption, least: tuple[float | None, float | None]) -> l
     return [*text, "fastest"] if option.total_s.value == fastest else text
 
 
-def _against(option: PlanOption, best: PlanOption) -> list[str]:
+def _against(option: Plan, best: Plan) -> list[str]:
     """Comparison with the first option."""
     parts: list[str] = []
     if option.dollars is not None and best.dollars is not None:
@@ -76,11 +76,11 @@ def _against(option: PlanOption, best: PlanOption) -> list[str]:
     return [*parts, compare(seconds, first, "slower"), compare(first, seconds, "faster")]
 
 
-def _memory_words(option: PlanOption) -> str:
+def _memory_words(option: Plan) -> str:
     return "memory nearly full" if option.headroom < _TIGHT else ""
 
 
-def _doubts(option: PlanOption, limits: GoalLimits) -> list[str]:
+def _doubts(option: Plan, limits: GoalLimits) -> list[str]:
     """Limits that are met as expected, but not at the 90 % quantile."""
     parts: list[str] = []
     dollars, budget = option.dollars, limits.budget

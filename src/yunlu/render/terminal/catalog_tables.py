@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from yunlu.hardware.entries import Ownership
     from yunlu.hardware.listing import (
         ListedDevice,
         ListedOffer,
         OfferedDevice,
         OwnershipPage,
     )
-    from yunlu.hardware.ownership import Ownership
 
 _GIB = 2**30
 _NONE = Text("–", style="dim")

@@ -177,7 +177,17 @@ def plan_block(plan: Plan) -> RenderableType:
         style = "bold" if choice.pinned else "dim"
         table.add_row(choice.name, choice.value, Text(choice.reason, style=style))
     predicted = event_row("predicted", prediction_line(plan.prediction))
-    return Group("", indented(table), "", *_trial_rows(plan), predicted)
+    return Group("", indented(table), "", *_trial_rows(plan), predicted, *_refined_rows(plan))
+
+
+def _refined_rows(plan: Plan) -> list[RenderableType]:
+    """Where the worker departed from the submitted plan, and why."""
+    rows: list[RenderableType] = []
+    for change in plan.refinements:
+        line = Text(f"{change.name} {change.planned} → ").append(change.refined, style="bold")
+        line.append(f"  {change.reason}", style="dim")
+        rows.append(event_row("" if rows else "refined", line))
+    return rows
 
 
 def _trial_rows(plan: Plan) -> list[RenderableType]:

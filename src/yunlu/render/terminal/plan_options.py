@@ -1,24 +1,31 @@
-"""Plan options as tables."""
+"""A job, its plan options and its predictions as tables, and the progress of measuring it."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.core.units import show_bytes, show_count, show_duration
+from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.render.terminal.event_lines import describe
 from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.run_display import DisplayedProgress
+from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
-    from yunlu.planning.search.options import Interval, PlanOption, PlanOptions
-
+    from yunlu.jobs.predict_table import PredictedRow
+    from yunlu.planning.plan import Interval, Plan
+    from yunlu.planning.search.options import PlanOptions
+    from yunlu.runs.events import Event
+    from yunlu.spec.job import Job
 
 _GIB = 2**30
 _MANY_DOLLARS = 1e7
@@ -60,7 +67,7 @@ def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
     return Group(Text(""), *lines, Text(count, style="dim"))
 
 
-def comparison_table(names: Sequence[str], options: Sequence[PlanOption]) -> RenderableType:
+def comparison_table(names: Sequence[str], options: Sequence[Plan]) -> RenderableType:
     """Two jobs' best options beside each other."""
     table = plain_table()
     for title in ("", *names, "second / first"):
@@ -82,7 +89,7 @@ def show_dollars(dollars: float) -> str:
     return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
-def share_out(option: PlanOption) -> str:
+def share_out(option: Plan) -> str:
     """A batch as replicas x micro-batch x passes, and what the last pass has where it is not full."""
     batch, pass_size = option.batch, option.layout.replicas * option.micro_batch
     full, left = divmod(batch, pass_size)
@@ -92,7 +99,7 @@ def share_out(option: PlanOption) -> str:
     return f"{batch} = {share} x {full}" + (f" + {left}" if left else "")
 
 
-_TEXTS: dict[str, Callable[[PlanOption], str]] = {
+_TEXTS: dict[str, Callable[[Plan], str]] = {
     "hardware": lambda option: (
         f"{option.hardware} ({option.hardware.devices} x {option.hardware.device})"
     ),
@@ -102,7 +109,7 @@ _TEXTS: dict[str, Callable[[PlanOption], str]] = {
     "precision": lambda option: option.precision,
     "steps": lambda option: f"{option.steps:,}",
 }
-_FIGURES: dict[str, tuple[Callable[[PlanOption], Interval | None], Callable[[float], str]]] = {
+_FIGURES: dict[str, tuple[Callable[[Plan], Interval | None], Callable[[float], str]]] = {
     "memory of a device": (lambda option: option.memory_bytes, show_bytes),
     "a step": (lambda option: option.step_s, show_duration),
     "samples/s": (lambda option: option.samples_per_s, show_count),
@@ -112,7 +119,7 @@ _FIGURES: dict[str, tuple[Callable[[PlanOption], Interval | None], Callable[[flo
 }
 
 
-def _cells(option: PlanOption) -> list[Text]:
+def _cells(option: Plan) -> list[Text]:
     memory, room = option.memory_bytes, option.hardware.memory_bytes
     pace, unit = option.samples_per_s, "samples/s"
     if option.tokens_per_s is not None:
@@ -132,7 +139,7 @@ def _cells(option: PlanOption) -> list[Text]:
     ]
 
 
-def _about(option: PlanOption) -> list[str]:
+def _about(option: Plan) -> list[str]:
     """Devices, price and region of the hardware."""
     hardware = option.hardware
     hourly = hardware.dollars_per_hour
@@ -141,7 +148,7 @@ def _about(option: PlanOption) -> list[str]:
     return [f"{hardware.devices} x {hardware.device}", f"{price}{where}"]
 
 
-def _how(option: PlanOption) -> tuple[str, str]:
+def _how(option: Plan) -> tuple[str, str]:
     layout = str(option.layout) + (", zero1" if option.layout.zero1 else "")
     again = "" if option.recompute == "none" else f", recompute {option.recompute}"
     return layout, f"batch {share_out(option)}\n{option.precision}{again}"
@@ -179,3 +186,106 @@ def _ratio(one: Interval | None, other: Interval | None) -> str:
     if one is None or other is None or one.value <= 0:
         return ""
     return f"x {other.value / one.value:.2f}"
+
+
+_TITLES = (
+    "row",
+    "model",
+    "tokens/s a device",
+    "10 to 90 %",
+    "a step",
+    "peak memory",
+    "10 to 90 %",
+    "fits",
+)
+
+
+def rows_table(rows: Sequence[PredictedRow]) -> RenderableType:
+    """One line for each row: its prediction, or why there is none."""
+    table = plain_table()
+    for title in _TITLES:
+        table.add_column(title, justify="left" if title in {"model", "fits"} else "right")
+    for row in rows:
+        number = str(row.row + 1)
+        if row.reason:
+            reason = Text(row.reason, style="yellow")
+            table.add_row(number, row.model, "–", "", "", "", "", reason)
+            continue
+        table.add_row(
+            number,
+            row.model,
+            _count(row.tokens_per_s_per_device),
+            f"{_count(row.tokens_per_s_per_device_p10)}–{_count(row.tokens_per_s_per_device_p90)}",
+            show_duration(row.step_time_s or 0.0),
+            show_bytes(row.peak_memory_bytes or 0.0),
+            f"{show_bytes(row.peak_memory_bytes_p10 or 0.0)}–"
+            f"{show_bytes(row.peak_memory_bytes_p90 or 0.0)}",
+            "yes" if row.fits else "no",
+        )
+    return indented(table)
+
+
+def _count(value: float | None) -> str:
+    return f"{value or 0.0:,.0f}"
+
+
+@contextmanager
+def measure_progress(console: Console) -> Generator[Callable[[Event], None]]:
+    """A status line with the current phase; data, model and warnings stay above it."""
+    progress = DisplayedProgress()
+    with console.status("starting") as status:
+
+        def show(event: Event) -> None:
+            if isinstance(event, ProgressReported):
+                status.update(Text(event.phase))
+            elif isinstance(event, DataOpened | ModelBuilt | WarningRaised):
+                console.print(describe(event, progress))
+
+        yield show
+
+
+def job_summary(job: Job) -> str:
+    """How a job was read, one line for each part."""
+    lines = {
+        "name": job.name or "–",
+        "task": job.task,
+        "model": _with_details(job.model.name, job.model.args),
+        "data": _describe_data(job),
+        "goal": _describe_goal(job),
+        "optimiser": _with_details(job.train.optimizer.name, _set_by_user(job.train.optimizer)),
+        "schedule": _with_details(job.train.schedule.name, _set_by_user(job.train.schedule)),
+        "trackers": ", ".join(["tensorboard", *job.trackers]),
+    }
+    return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
+
+
+def _describe_data(job: Job) -> str:
+    data = job.data
+    parts = [data.train]
+    for name, path, share in (
+        ("validation", data.validation, data.split.validation),
+        ("test", data.test, data.split.test),
+    ):
+        parts.append(f"{name} {path}" if path else f"{share * 100:.3g} % held out for {name}")
+    if data.target:
+        parts.append(f"target {data.target}")
+    return ", ".join(parts)
+
+
+def _describe_goal(job: Job) -> str:
+    train = job.train
+    length = f"{train.steps} steps" if train.steps else f"{show_number(train.epochs or 10)} epochs"
+    stop = train.early_stopping
+    parts = [length, f"batch {train.batch}", f"precision {train.precision}"]
+    if stop:
+        parts.append(f"stops early after {stop.patience} evaluations without improvement")
+    return ", ".join(parts)
+
+
+def _with_details(name: str, details: dict[str, Any]) -> str:
+    text = ", ".join(f"{key} {value}" for key, value in details.items() if key != "name")
+    return f"{name} ({text})" if text else name
+
+
+def _set_by_user(spec: Any) -> dict[str, Any]:
+    return spec.model_dump(mode="json", exclude_unset=True)

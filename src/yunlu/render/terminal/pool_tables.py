@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from yunlu.scheduler.explanation import Explanation
-    from yunlu.scheduler.pool_view import PoolNode, PoolRun, PoolView, RequestedNode
+    from yunlu.scheduler.pool_view import Explanation, PoolNode, PoolRun, PoolView, RequestedNode
     from yunlu.scheduler.queue import QueueEntry
 
 _PHASES = {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from yunlu.scheduler.policy.observations import (
+    from yunlu.scheduler.policy.goodput import (
         BatchLimits,
         BatchSplit,
         Observations,

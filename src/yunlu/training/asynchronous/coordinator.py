@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError
@@ -21,12 +20,9 @@ from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.store import prepare, shard_directory
 from yunlu.training.data.sample_order import digest_of
-from yunlu.training.engine import Engine
-from yunlu.training.environment import describe_environment
-from yunlu.training.finalize import finalize
 from yunlu.training.metric_log import MetricLog
-from yunlu.training.probe import probe_machine
-from yunlu.training.trackers.registry import TrackerThread, open_trackers
+from yunlu.training.prepare import load_or_make_plan
+from yunlu.training.runner import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,10 +30,10 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
-    from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.communication.servers.rules import ServerRules
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.runner import Runner
+    from yunlu.training.single_worker import StepRequest
 
 _POLL_S = 0.1
 StepTickets = dict[int, dict[str, Any]]
@@ -99,35 +95,71 @@ class CoordinatorCallbacks(TrainingCallbacks):
         self.log.flush_if_due()
 
 
-class AsyncCoordinator:
-    """One process of the coordinator; a new one continues if it is lost."""
+class AsyncTopology(Topology):
+    """Asynchronous workers, as their coordinator sees them; a new coordinator continues if one is lost.
+
+    Args:
+        devices: Workers of the supervisor.
+        shares: Tickets per step, if other workers take part from the start.
+        continues_attempt: A worker group started this attempt and switched to asynchronous training.
+    """
+
+    stop: StopRequest
+    """Set in the coordinator's process."""
+    _client: ServerClient
+    _progress: ServerProgress
 
     def __init__(
-        self,
-        run: RunStore,
-        job: Job,
-        plan: Plan,
-        parts: TrainingInputs,
-        *,
-        stop: StopRequest,
-        attempt: int,
-        continues_attempt: bool = False,
+        self, *, devices: int, shares: int | None = None, continues_attempt: bool = False
     ) -> None:
-        """``continues_attempt``: a worker group started this attempt and switched to asynchronous training."""
-        self._continues_attempt = continues_attempt
-        self._run, self._job, self._plan, self._stop = run, job, plan, stop
-        self._engine = Engine(job, plan, parts, run.emit)
-        self._trackers = TrackerThread(open_trackers(["tensorboard", *job.trackers]), warn=run.warn)
+        self._devices, self._shares = devices, shares
+        self.continues_attempt = continues_attempt
+        self._is_stopping = False
+
+    def make_plan(self, runner: Runner, *, started_at: float) -> Plan:
+        """In a child of the supervisor: measuring starts threads, which a fork would lose."""
+        machine, shares = runner.machine, self._shares
+        if machine.best_device.kind == "cuda" and shares:  # one per worker, on any machine
+            machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
+        sized_job = runner.job.model_copy(update={"devices": shares or self._devices})
+        return load_or_make_plan(
+            runner.run, sized_job, runner.inputs, machine, started_at=started_at
+        )
+
+    def open_callbacks(self, runner: Runner) -> CoordinatorCallbacks:
+        """Callbacks on weights pulled from the servers."""
         log = AsyncMetricLog(
-            run,
-            device=self._engine.device,
-            attempt=attempt,
-            forward=lambda values, step: self._trackers.log(values, step=step),
+            runner.run,
+            device=runner.engine.device,
+            attempt=runner.attempt,
+            forward=runner.log_to_trackers,
         )
-        self._callbacks = CoordinatorCallbacks(
-            self._engine, run, trackers=self._trackers, stop=stop, attempt=attempt, log=log
+        return CoordinatorCallbacks(
+            runner.engine,
+            runner.run,
+            trackers=runner.trackers,
+            stop=self.stop,
+            attempt=runner.attempt,
+            log=log,
         )
-        resumed_from = self._callbacks.resume()
+
+    def begin(self, runner: Runner) -> None:
+        """Continue with the servers' weights, or create the servers from the newest checkpoint."""
+        assert isinstance(runner.callbacks, CoordinatorCallbacks)
+        self._run, self._job, self._plan = runner.run, runner.job, runner.plan
+        self._engine, self._callbacks = runner.engine, runner.callbacks
+        self._open_servers(self._callbacks.resume())
+        # The step logged last, not the servers' step: what workers have done since then is logged
+        # by this attempt.
+        resumed_from = self._logged_step or None
+        self._record_steps()
+        is_known = resumed_from is not None or self.continues_attempt
+        runner.trackers.start(self._run, self._job, resumed=is_known)
+        if not _is_running(self._run):
+            self._report_start(resumed_from)
+
+    def _open_servers(self, resumed_from: int | None) -> None:
+        run, engine = self._run, self._engine
         self._logged_step = _last_step(run, Log.METRICS)
         self._ledger_step = _last_step(run, Log.LEDGER)
         servers = require_local(run).directory(Area.SERVERS)
@@ -136,51 +168,31 @@ class AsyncCoordinator:
             if resumed_from is not None:
                 cause = (
                     "Training switches to servers"
-                    if continues_attempt
+                    if self.continues_attempt
                     else "The servers' directory is missing"
                 )
                 run.warn(f"{cause}: the optimizer state is reset.")
-            self._logged_step = self._ledger_step = self._engine.steps_done
-            flat = FlatWeights(self._engine.weights)
-            rules = build_server_rules(job, plan, first_step=self._engine.steps_done)
+            self._logged_step = self._ledger_step = engine.steps_done
+            flat = FlatWeights(engine.weights)
+            rules = build_server_rules(self._job, self._plan, first_step=engine.steps_done)
             prepare(servers, rules, flat.read(), flat.decayed)
-        self._client = ServerClient(servers, self._engine.weights, worker="coordinator")
+        self._client = ServerClient(servers, engine.weights, worker="coordinator")
         self._progress = ServerProgress(servers, self._client.rules)
-        self._evaluated_step = self._engine.steps_done
+        self._evaluated_step = engine.steps_done
         """Step at which the weights were last evaluated and saved."""
-        self._is_stopping = False
-        self._expected = self._engine.order.steps_from(self._progress.steps)
+        self._expected = engine.order.steps_from(self._progress.steps)
 
-    def run(self) -> RunState:
-        """Coordinate the run until it ends."""
-        state, summary = RunState.FAILED, dict[str, Any]()
-        # The step logged last, not the servers' step: what workers have done since then is logged
-        # by this attempt.
-        resumed_from = self._logged_step or None
-        self._record_steps()
-        try:
-            is_known = resumed_from is not None or self._continues_attempt
-            self._trackers.start(self._run, self._job, resumed=is_known)
-            if not _is_running(self._run):
-                self._report_start(resumed_from)
-            while not self._is_finished():
-                time.sleep(_POLL_S)
-            self._callbacks.log.flush()
-            self._callbacks.checkpoints.wait()
-            state = RunState.STOPPED
-            if self._is_at_end():
-                machine = probe_machine()
-                about = describe_environment(machine)
-                summary = finalize(self._run, self._engine, self._callbacks, about, machine)
-                state = RunState.FINISHED
-        finally:
-            with suppress(OSError, TrainingError):  # report the original failure
-                self._callbacks.log.flush()
-            self._callbacks.checkpoints.close()
+    def run_steps(self, runner: Runner) -> StepRequest:  # noqa: ARG002
+        """Follow the workers until the last step, or until the run is to stop."""
+        while not self._is_finished():
+            time.sleep(_POLL_S)
+        return ""
+
+    def release(self, runner: Runner, state: RunState) -> None:
+        """Leave the servers, too."""
+        super().release(runner, state)
+        if hasattr(self, "_client"):  # not if it never began
             self._client.close()
-            self._engine.close()
-            self._trackers.finish(state=state, summary=summary)
-        return state
 
     def _report_start(self, resumed_from: int | None) -> None:
         spec = self._job.communication
@@ -206,7 +218,7 @@ class AsyncCoordinator:
     def _is_finished(self) -> bool:
         """Do what is due; returns whether the final evaluation and checkpoint are done."""
         self._record_steps()
-        is_ending = self._is_at_end() or self._stop.is_set
+        is_ending = self._is_at_end() or self.stop.is_set
         if is_ending:
             if not self._is_at_end():
                 self._report_stopping()

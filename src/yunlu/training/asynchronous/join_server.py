@@ -12,9 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from yunlu.core.addresses import bind_address
+from yunlu.core.processes import start_time
 from yunlu.core.settings import read_settings
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Document
@@ -80,13 +79,12 @@ class JoinServer:
 
     def publish(self, *, workers: int, is_open: bool, layout: Layout | None = None) -> None:
         """Publish the address; ``is_open``: servers are running; ``layout``: number of tickets per step."""
-        process = psutil.Process()
         group = WorkerGroup(
             host=self._host,
             port=self._server.port,
             token=self._token,
             pid=os.getpid(),
-            process_started_at=process.create_time(),
+            process_started_at=start_time(),
             node_module=ASYNC_NODE,
             generation=int(is_open),
             target=workers + sum(node.devices for node in self._nodes.values()),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError
+from yunlu.core.processes import ForkedProcesses
 from yunlu.runs.events import WorkerLost
 from yunlu.runs.run_store import Area, Log, last_record, require_local
 from yunlu.training.attempt import as_user_error
@@ -30,7 +29,6 @@ STOPPED = 10
 """Exit code of a process that was asked to stop."""
 _PERMANENT_FAILURE = 11
 """Exit code after an error that a restart would not fix."""
-_PARENT_DEATH_SIGNAL = 1
 _POLL_S = 0.05
 _EARLY_EXIT_S = 20.0
 _MAX_EARLY_EXITS = 5
@@ -93,7 +91,7 @@ class ProcessGroupSupervisor:
         self._in_child, self._wait = in_child, wait
         self._report_loss = report_loss or self._emit_fault
         self._reporter = EventReporter(directory)
-        self._running: dict[int, ManagedProcess] = {}
+        self._forked = ForkedProcesses[ManagedProcess]()
 
     def keep_alive(self, *processes: ManagedProcess) -> None:
         """Start processes that should run and do not."""
@@ -110,11 +108,8 @@ class ProcessGroupSupervisor:
 
     def reap(self) -> None:
         """Reap exited processes; raises if a restart would not help."""
-        for pid, process in list(self._running.items()):
-            reaped, status = os.waitpid(pid, os.WNOHANG)
-            if reaped:
-                del self._running[pid]
-                self._handle_exit(process, os.waitstatus_to_exitcode(status))
+        for process, code in self._forked.reap():
+            self._handle_exit(process, code)
 
     def dismiss(self, process: ManagedProcess) -> None:
         """Terminate a process that is no longer needed."""
@@ -125,24 +120,17 @@ class ProcessGroupSupervisor:
 
     def end(self, *, patience_s: float = 0.0) -> None:
         """End all processes; ``patience_s`` for those that exit by themselves."""
-        others = [process for process in self._running.values() if not process.is_server]
+        others = [process for process in self._forked.running.values() if not process.is_server]
         self._wait_for_exit(others, patience_s=patience_s)
-        servers = list(self._running.values())
+        servers = list(self._forked.running.values())
         for process in servers:
             os.kill(process.pid, signal.SIGTERM)
         self._wait_for_exit(servers, patience_s=_LEAVE_S)
 
     def _wait_for_exit(self, processes: Iterable[ManagedProcess], *, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        for process in processes:
-            is_killed = False
-            while not os.waitpid(process.pid, os.WNOHANG)[0]:
-                if not is_killed and time.monotonic() >= deadline:
-                    is_killed = True
-                    os.kill(process.pid, signal.SIGKILL)
-                time.sleep(_POLL_S / 5)
+        pids = [process.pid for process in processes]
+        for process, _ in self._forked.end(pids, patience_s=patience_s):
             os.close(process.pipe)
-            del self._running[process.pid]
 
     def _handle_exit(self, process: ManagedProcess, code: int) -> None:
         pid, process.pid, process.code = process.pid, 0, code
@@ -178,49 +166,31 @@ class ProcessGroupSupervisor:
 
     def _start(self, process: ManagedProcess) -> None:
         reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        # A signal to the child before its handler is installed must be neither lost nor fatal.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            self._run_child(process, parent, writer)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        os.close(writer)
-        process.pid, process.pipe, process.started_at = pid, reader, time.monotonic()
-        self._running[pid] = process
 
-    def _run_child(self, process: ManagedProcess, parent: int, writer: int) -> NoReturn:
-        """Run a forked child; never returns, since the stack is the parent's."""
-        code = 1
+        def body() -> int:
+            os.close(reader)
+            return self._run_child(process, writer)
+
+        process.pid = self._forked.fork(
+            process, body, dies_with_parent=True, blocks_sigterm=process.is_stoppable
+        )
+        os.close(writer)
+        process.pipe, process.started_at = reader, time.monotonic()
+
+    def _run_child(self, process: ManagedProcess, writer: int) -> int:
         try:
-            # The Linux scheduler shares CPU by session: workers in one session would get the share of one.
-            os.setsid()
-            _die_with(parent)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if not process.is_stoppable:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            for other in self._running.values():
+            for other in self._forked.running.values():
                 os.close(other.pipe)
             self._in_child()
             if process.name != "planner":
                 _print_to(self._directory, f"{Area.LOGS}/{process.name}.log")
-            code = process.body() or 0
-        except BaseException as error:  # noqa: BLE001 (must not reach the parent's code)
+            return process.body() or 0
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
             traceback.print_exc()
-            is_permanent = isinstance(error, YunluError) and not isinstance(error, ServerLostError)
-            is_permanent = is_permanent and not process.is_server
-            code = _PERMANENT_FAILURE if is_permanent else 1
             with suppress(OSError):
                 os.write(writer, describe_failure(error).model_dump_json().encode())
-        finally:
-            with suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+            is_permanent = isinstance(error, YunluError) and not isinstance(error, ServerLostError)
+            return _PERMANENT_FAILURE if is_permanent and not process.is_server else 1
 
 
 def describe_failure(error: BaseException) -> Failed:
@@ -254,14 +224,6 @@ def _print_to(run: RunStore, log: str) -> None:
     with require_local(run).open_text_log(log) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-
-
-def _die_with(parent: int) -> None:
-    """Die with the parent process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended during the start
-        os._exit(1)
 
 
 def last_step(directory: RunStore) -> int:

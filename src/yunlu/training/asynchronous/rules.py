@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from yunlu.core.errors import JobError
 from yunlu.runs.run_store import Document
@@ -11,6 +11,7 @@ from yunlu.training.communication.servers.rules import ServerRules
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
+    from yunlu.spec.communication import CodecName
     from yunlu.spec.job import Job
 
 _SILENCE_S = 120.0
@@ -28,7 +29,7 @@ def check_job(job: Job, *, workers: int) -> None:
         "train.schedule: plateau": train.schedule.name == "plateau",
         "train.quantize: int8": train.quantize == "int8",
         "train.precision: fp8": train.precision == "fp8",
-        f"train.optimizer: {train.optimizer.name}": train.optimizer.name in {"lamb", "lars"},
+        f"train.optimizer: {train.optimizer.name}": train.optimizer.traits.needs_whole_weights,
         "train.optimizer.state: 8bit": train.optimizer.state == "8bit",
         "train.profile": train.profile,
         "layout.zero1": layout.zero1,
@@ -69,7 +70,8 @@ def check_plan(plan: Plan) -> None:
 def build_server_rules(job: Job, plan: Plan, *, first_step: int) -> ServerRules:
     """How the servers of a run hold, hand out and update weights."""
     spec = job.communication
-    codec = "none" if spec.codec == "auto" else spec.codec
+    # Codecs of others are refused with the job: servers know only these.
+    codec = "none" if spec.codec == "auto" else cast("CodecName", spec.codec)
     return ServerRules(
         steps=plan.steps,
         first_step=first_step,

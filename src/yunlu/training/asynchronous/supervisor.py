@@ -29,7 +29,6 @@ from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, read_number, require_plan
 from yunlu.runs.events import (
     CommunicationChosen,
-    EnvironmentRecorded,
     WorkerGroupFormed,
     WorkerRank,
 )
@@ -37,7 +36,7 @@ from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, require_local
 from yunlu.runs.states import RunState
-from yunlu.training.asynchronous.coordinator import AsyncCoordinator
+from yunlu.training.asynchronous.coordinator import AsyncTopology
 from yunlu.training.asynchronous.join_server import JoinServer
 from yunlu.training.asynchronous.process_group_supervisor import (
     STOPPED,
@@ -56,21 +55,15 @@ from yunlu.training.attempt import (
     run_lock,
     signals_as_stop,
 )
-from yunlu.training.checkpoint.state import seed_everything
 from yunlu.training.communication.servers.shard import serve
-from yunlu.training.determinism import set_deterministic
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import unblock_stop_signals
-from yunlu.training.environment import describe_environment
-from yunlu.training.prepare import load_or_make_plan, prepare
-from yunlu.training.probe import probe_machine
+from yunlu.training.runner import Runner
 
 if TYPE_CHECKING:
-    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
-    from yunlu.training.training_inputs import TrainingInputs
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0
@@ -155,9 +148,10 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         change_state(directory, RunState.PLANNING)
     job = _read_job(directory)
     check_job(job, workers=shares or devices)
-    set_deterministic(job.train.deterministic)
+    topology = AsyncTopology(devices=devices, shares=shares, continues_attempt=continues_attempt)
+    runner = Runner(directory, job, topology, attempt=attempt)
     directory.is_quiet = continues_attempt  # these events were written before
-    parts = prepare(directory, job)
+    runner.prepare()
     directory.is_quiet = False
     gc.collect()
     gc.freeze()  # loaded objects stay: collecting them would unshare their pages
@@ -170,12 +164,8 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
     )
 
     def make_plan() -> None:
-        machine = probe_machine()
-        directory.emit(EnvironmentRecorded(**describe_environment(machine)))
-        if machine.best_device.kind == "cuda" and shares:  # one per worker, on any machine
-            machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
-        sized_job = job.model_copy(update={"devices": shares or devices})
-        load_or_make_plan(directory, sized_job, parts, machine, started_at=started_at)
+        runner.record_environment()
+        topology.make_plan(runner, started_at=started_at)
 
     try:
         join_server.publish(workers=devices, is_open=False)
@@ -188,7 +178,8 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})
         check_plan(plan)
-        run = _AsyncRun(directory, job, plan, parts, attempt, options)
+        runner.plan = plan
+        run = _AsyncRun(runner, topology, options)
         run.continue_generations()
         state = _train(processes, join_server, run, stop)
         # Workers finish their current ticket; unfinished tickets are handed out again.
@@ -232,7 +223,7 @@ def _train(
         join_server.publish(
             workers=len(workers) or run.options.devices,
             is_open=bool(shards),
-            layout=run.plan.layout,
+            layout=run.runner.plan.layout,
         )
         if not any(process.is_done for process in workers):
             run.report_group(workers, join_server.list_workers())
@@ -248,11 +239,8 @@ def _train(
 class _AsyncRun:
     """Bodies of the forked processes."""
 
-    directory: RunStore
-    job: Job
-    plan: Plan
-    parts: TrainingInputs
-    attempt: int
+    runner: Runner
+    topology: AsyncTopology
     options: _Options
     _reported_workers: tuple[tuple[str, str, int], ...] = ()
     """Worker, host and pid of each worker; workers of other nodes have names."""
@@ -260,13 +248,13 @@ class _AsyncRun:
 
     def continue_generations(self) -> None:
         """Continue the generation count of the worker group that started this attempt."""
-        newest = read_view(self.directory).worker_group
+        newest = read_view(self.runner.run).worker_group
         if self.options.continues_attempt and newest is not None:
             self._generation = newest.generation + 1
 
     def make_shards(self) -> list[ManagedProcess]:
         """One process per server, once their state exists."""
-        names = self.directory.names(Area.SERVERS)
+        names = self.runner.run.names(Area.SERVERS)
         count = sum(name.startswith("shard-") for name in names)
         return [self._make_shard(index) for index in range(count)]
 
@@ -278,14 +266,14 @@ class _AsyncRun:
             processes.dismiss(workers.pop())
 
     def _target_workers(self) -> int:
-        target = read_number(self.directory, Document.TARGET_WORKERS)
+        target = read_number(self.runner.run, Document.TARGET_WORKERS)
         return self.options.devices if target is None else target
 
     def _make_shard(self, index: int) -> ManagedProcess:
         def body() -> None:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
             serve(
-                require_local(self.directory).directory(Area.SERVERS),
+                require_local(self.runner.run).directory(Area.SERVERS),
                 index,
                 bind_address(),
                 with_parent=True,
@@ -295,10 +283,10 @@ class _AsyncRun:
 
     def _make_worker(self, number: int) -> ManagedProcess:
         def body() -> None:
-            plan = fit_to_machine(
-                self.plan, self.job, slot=number, workers_here=self.options.workers_here
+            runner = self._fit_to_machine(slot=number)
+            train_worker(
+                runner.run, runner.job, runner.plan, runner.inputs, name=f"{number}.{os.getpid()}"
             )
-            train_worker(self.directory, self.job, plan, self.parts, name=f"{number}.{os.getpid()}")
 
         return ManagedProcess(f"worker-{number}", body, number=number)
 
@@ -306,21 +294,17 @@ class _AsyncRun:
         """Body of the coordinator process."""
         with signals_as_stop() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            plan = fit_to_machine(
-                self.plan, self.job, slot=0, workers_here=self.options.workers_here
-            )
-            seed_everything(self.job.train.seed)
-            coordinator = AsyncCoordinator(
-                self.directory,
-                self.job,
-                plan,
-                self.parts,
-                stop=stop,
-                attempt=self.attempt,
-                continues_attempt=self.options.continues_attempt,
-            )
-            state = coordinator.run()
+            self.topology.stop = stop
+            state = self._fit_to_machine(slot=0).train()
         return STOPPED if state is RunState.STOPPED else 0
+
+    def _fit_to_machine(self, *, slot: int) -> Runner:
+        """In a child: the runner with the plan for one device."""
+        runner = self.runner
+        runner.plan = fit_to_machine(
+            runner.plan, runner.job, slot=slot, workers_here=self.options.workers_here
+        )
+        return runner
 
     def report_group(
         self, workers: list[ManagedProcess], remote_workers: list[dict[str, Any]]
@@ -343,12 +327,12 @@ class _AsyncRun:
             entry[0] for entry in self._reported_workers if not entry[0].isdecimal()
         }:
             reason = "workers of another node joined or left"
-        self.directory.emit(
+        self.runner.run.emit(
             WorkerGroupFormed(
                 generation=self._generation,
                 layout=str(Layout(dp=len(reported))),
                 reason=reason,
-                from_step=last_step(self.directory),
+                from_step=last_step(self.runner.run),
                 redone_steps=0,
                 ranks=tuple(
                     WorkerRank(rank=rank, dp=rank, **worker)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.communication.servers.rules import Ticket
-    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.loop import Step
+    from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import Batch
     from yunlu.training.training_inputs import TrainingInputs
 

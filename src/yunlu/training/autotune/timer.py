@@ -10,8 +10,7 @@ import torch
 
 from yunlu.core.errors import ModelError, YunluError
 from yunlu.training.compiler import compile_model, compiled_call, set_compiled_call
-from yunlu.training.data.batches import fetch, micro_indices
-from yunlu.training.data.lengths import lengths_of, longest_samples
+from yunlu.training.data.batches import fetch, lengths_of, longest_samples, micro_indices
 from yunlu.training.data.sample_order import make_order
 from yunlu.training.memory.out_of_memory import is_out_of_memory
 from yunlu.training.optim.build import build_optimizer
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from yunlu.planning.plan import Kernel, StepSettings
+    from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
+    from yunlu.spec.optimizers import Kernel
     from yunlu.training.tasks.task import Batch
     from yunlu.training.training_inputs import TrainingInputs
 

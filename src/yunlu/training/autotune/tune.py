@@ -1,27 +1,302 @@
-"""Choice of step settings: from the cache, or by trials within the budget."""
+"""Choice of step settings: from the cache, or by timing one knob after the other within a budget.
+
+Cache of tuned settings by model shape.
+Settings change the rounding of sums, so settings once chosen for a job on a machine stay: the same job
+and seed then give the same losses. Of two runs that measure at the same time, the first to write wins.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import xxhash
+from pydantic import ValidationError
 
+from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.settings import read_settings
+from yunlu.core.value import Value
+from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.planning.planner import count_steps
-from yunlu.training.autotune.cache import load_cached, save_cached
-from yunlu.training.autotune.knobs import list_knobs
-from yunlu.training.autotune.search import TunedSettings, search
+from yunlu.training.compiler import estimate_compile_s
+from yunlu.training.data.batches import expected_padding, lengths_of
+from yunlu.training.data.sample_order import make_order
 from yunlu.training.optim.build import kernels_for
+from yunlu.training.probe import measured_speeds
+from yunlu.training.tasks.task import check_padding, padding_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Device, Machine
+    from yunlu.planning.plan import Compiler, PrecisionName
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelTimer
     from yunlu.training.training_inputs import TrainingInputs
+
+_UNTRIED = {False: "the run is too short to try another", True: "no other option works here"}
+
+
+class SettingsTimer(Protocol):
+    """Times settings on the real model."""
+
+    def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
+        """Seconds per sample with each, interleaved; None if the second fails."""
+        ...
+
+    def comparison_s(self, settings: StepSettings) -> float:
+        """Estimated seconds of a comparison."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One setting with several options."""
+
+    field: str
+    """Field of ``StepSettings``."""
+    options: Callable[[StepSettings], Sequence[StepSettings]]
+    """Alternatives to the current settings."""
+    worth: float = 1.05
+    """Least speedup to adopt an option: below it is noise, or not worth the side effects."""
+    extra_s: float = 0.0
+    """Seconds of a trial besides timing: compilation."""
+    always: bool = False
+    """Try it in the shortest run too: the wrong choice may cost many times the trial."""
+
+    @property
+    def name(self) -> str:
+        """Display name."""
+        return self.field.replace("_", "-")
+
+
+class TunedSettings(Value):
+    """Result of a search."""
+
+    settings: StepSettings
+    reasons: dict[str, str]
+    """Reason for each setting with options, by field."""
+    trials: tuple[AutotuneTrial, ...]
+
+
+def search(
+    timer: SettingsTimer,
+    start: StepSettings,
+    knobs: Sequence[Knob],
+    budget_s: Callable[[StepSettings], float],
+) -> tuple[TunedSettings, float]:
+    """Try each knob in turn; returns the result and the seconds it took.
+
+    ``budget_s`` computes the total budget from the best settings so far: faster settings make a
+    shorter run, with a smaller budget.
+    """
+    settings, trials, reasons = start, list[AutotuneTrial](), dict[str, str]()
+    spent_s = 0.0
+    for knob in knobs:
+        options = knob.options(settings)
+        began_at = perf_counter()
+        tried: list[tuple[float, StepSettings, float]] = []
+        failed = False
+        for option in options:
+            needed_s = timer.comparison_s(settings) + knob.extra_s
+            if not knob.always and spent_s + needed_s > budget_s(settings):
+                break
+            outcome = timer.compare(settings, option)
+            spent_s += perf_counter() - began_at
+            began_at = perf_counter()
+            failed = failed or outcome is None
+            if outcome is not None:
+                before_s, after_s = outcome
+                tried.append((before_s / max(after_s, 1e-12), option, after_s))
+        winner = max(tried, key=lambda one: one[0], default=None)
+        adopts = winner is not None and winner[0] >= knob.worth
+        trials += [
+            AutotuneTrial(
+                name=knob.name,
+                value=str(getattr(option, knob.field)),
+                sample_s=seconds,
+                speedup=speedup,
+                is_adopted=adopts and winner is not None and option == winner[1],
+            )
+            for speedup, option, seconds in tried
+        ]
+        if tried:
+            reasons[knob.field] = _reason(knob, settings, tried, is_adopted=adopts)
+        elif options:
+            reasons[knob.field] = _UNTRIED[failed]
+        if adopts and winner is not None:
+            settings = winner[1]
+    return TunedSettings(settings=settings, reasons=reasons, trials=tuple(trials)), spent_s
+
+
+def _reason(
+    knob: Knob,
+    before: StepSettings,
+    tried: list[tuple[float, StepSettings, float]],
+    *,
+    is_adopted: bool,
+) -> str:
+    speedup, option, _ = max(tried, key=lambda one: one[0])
+    now = getattr(before, knob.field)
+    if is_adopted and speedup < 1:
+        return f"{now} would be only {1 / speedup:.3g} × as fast here"
+    if is_adopted:
+        return f"{speedup:.3g} × as fast as {now} here"
+    other = getattr(option, knob.field)
+    return f"{other} is {speedup:.3g} × as fast: {'too little' if speedup > 1 else 'no'} gain"
+
+
+def load_cached(shape: Sequence[Any]) -> TunedSettings | None:
+    """Tuned settings of an earlier run of the same shape; None if not cached."""
+    try:
+        tuned = TunedSettings.model_validate_json(_path(shape).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    trials = tuple(trial.model_copy(update={"remembered": True}) for trial in tuned.trials)
+    return tuned.model_copy(update={"trials": trials})
+
+
+def save_cached(shape: Sequence[Any], tuned: TunedSettings) -> TunedSettings:
+    """Store tuned settings; returns the stored entry: an earlier one stays."""
+    path = _path(shape)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        make_directory(path.parent)
+        with open_private(aside, "w") as file:
+            file.write(tuned.model_dump_json())
+        os.link(aside, path)  # fails where there is one already
+    except FileExistsError:
+        return load_cached(shape) or tuned
+    except OSError:
+        return tuned  # without a cache the next run measures again
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    return tuned
+
+
+def _path(shape: Sequence[Any]) -> Path:
+    text = json.dumps(list(shape), sort_keys=True, default=str)
+    return read_settings().cache / "settings" / f"{xxhash.xxh3_64_hexdigest(text.encode())}.json"
+
+
+_ALL_THREADS_WORTH = 1 / 1.2
+"""One thread is used unless all are this much faster: free cores are better left to other jobs."""
+_PRECISION_WORTH = 1.1
+_LITTLE_PADDING, _MUCH_PADDING = 0.05, 0.3
+"""Shares of padding: below the first packing is not tried, above the second always."""
+_SMALL_PASS_S = 0.02
+"""Below this, call overhead dominates a pass: a smaller micro-batch can only be slower."""
+
+
+def start_settings(
+    job: Job, inputs: TrainingInputs, *, threads: int, micro_batch: int
+) -> StepSettings:
+    """Initial settings: what the job pins, and safe defaults for the rest."""
+    train = job.train
+    paddings = padding_options(inputs.task, inputs.model, inputs.splits)
+    # Bucketing by length is never a default: where length and content correlate, a batch is no
+    # longer a random sample (one example lost a tenth of its accuracy).
+    padding = "pad" if train.padding == "auto" else train.padding
+    check_padding(padding, paddings)
+    return StepSettings(
+        threads=threads if train.threads == "auto" else train.threads,
+        micro_batch=micro_batch,
+        precision="fp32" if train.precision == "auto" else train.precision,
+        kernel=kernels_for(inputs.model, train.optimizer)[0]
+        if train.optimizer.kernel == "auto"
+        else train.optimizer.kernel,
+        padding=padding,
+        recompute="none" if train.recompute == "auto" else train.recompute,
+        compile=_requested_compiler(job),
+    )
+
+
+def _requested_compiler(job: Job) -> Compiler:
+    requested = job.train.compile
+    if requested == "xla":
+        return "xla"
+    return "inductor" if requested is True else "none"
+
+
+def _padding_knob(job: Job, inputs: TrainingInputs, batch: int) -> Knob | None:
+    """The packing knob: the same samples in each step, without padding; None if there is little."""
+    lengths = lengths_of(inputs.splits.train)
+    if lengths is None or "pack" not in padding_options(inputs.task, inputs.model, inputs.splits):
+        return None
+    share = expected_padding(lengths, make_order(len(lengths), batch, job.train.seed))
+    if share < _LITTLE_PADDING:
+        return None
+    return _choices("padding", ["pack"], always=share >= _MUCH_PADDING)
+
+
+def list_knobs(job: Job, inputs: TrainingInputs, machine: Machine, timer: ModelTimer) -> list[Knob]:
+    """Knobs that the job does not pin, cheapest and surest first."""
+    train, device = job.train, machine.best_device
+    knobs: list[Knob] = []
+    if train.threads == "auto" and device.kind == "cpu":
+        knobs.append(
+            Knob(field="threads", options=_one_thread, worth=_ALL_THREADS_WORTH, always=True)
+        )
+    packing = _padding_knob(job, inputs, timer.batch) if train.padding == "auto" else None
+    if packing is not None:
+        knobs.append(packing)
+    if train.micro_batch == "auto" and not train.gradient_release:
+        knobs.append(Knob(field="micro_batch", options=lambda now: _smaller(now, timer)))
+    if train.precision == "auto":
+        knobs.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
+    is_single = count_devices(job, gpus=machine.gpus) == 1
+    if train.compile == "auto" and is_single:  # availability is checked only where it may pay
+        extra_s = estimate_compile_s(inputs.model)
+        knobs.append(Knob(field="compile", options=_compiled, extra_s=extra_s))
+    return knobs
+
+
+def fast_precisions(device: Device) -> list[PrecisionName]:
+    """Precisions worth trying, by the speed of a matrix product; FP16 only without BF16."""
+    worth = [speed.precision for speed in measured_speeds(device) if speed.is_worth_using]
+    return [name for name in ("tf32", "bf16") if name in worth] or [
+        name for name in ("fp16",) if name in worth
+    ]
+
+
+def _choices(
+    field: str, values: Sequence[str], *, worth: float = 1.05, always: bool = False
+) -> Knob:
+    def options(now: StepSettings) -> list[StepSettings]:
+        return [
+            now.model_copy(update={field: value})
+            for value in values
+            if value != getattr(now, field)
+        ]
+
+    return Knob(field=field, options=options, worth=worth, always=always)
+
+
+def _compiled(now: StepSettings) -> list[StepSettings]:
+    """Not for packed batches: lengths are constants there, and nearly every batch would recompile."""
+    return [] if now.padding == "pack" else [now.model_copy(update={"compile": "inductor"})]
+
+
+def _one_thread(now: StepSettings) -> list[StepSettings]:
+    return [now.model_copy(update={"threads": 1})] if now.threads > 1 else []
+
+
+def _smaller(now: StepSettings, timer: ModelTimer) -> list[StepSettings]:
+    """A half and a quarter: a micro-batch that fits the CPU cache may be faster."""
+    if now.micro_batch * timer.sample_s(now) < _SMALL_PASS_S:
+        return []
+    sizes = {now.micro_batch // 2, now.micro_batch // 4} - {0}
+    return [now.model_copy(update={"micro_batch": size}) for size in sorted(sizes, reverse=True)]
+
 
 _TORCH_OPTIMIZERS_S = 2.0
 """Import time of torch's own optimisers: they load the compiler."""

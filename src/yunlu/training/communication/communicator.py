@@ -14,12 +14,8 @@ import torch
 
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.error_feedback import redistribute_residuals
-from yunlu.training.communication.step_sync import (
-    StepTotals,
-    decode_request,
-    encode_request,
-    sync_step,
-)
+from yunlu.training.communication.step_sync import decode_request, encode_request, sync_step
+from yunlu.training.single_worker import BUCKET_BYTES, StepTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,16 +25,15 @@ if TYPE_CHECKING:
     from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
     from yunlu.training.communication.local.averaging import WeightAveraging
     from yunlu.training.communication.local.sites import Site
-    from yunlu.training.communication.step_sync import StepRequest
     from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import Batch
 
 _NOTE_INTERVAL = 8
 """Steps that workers with local updates may be ahead of each other."""
 _WORD = 1 << 32
 _MAX_ROUNDS = 1024
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def measure_codecs(
     names: Iterable[str], make_codec: Callable[[str], Codec]
 ) -> tuple[CodecCost, ...]:
     """Seconds per value of each codec, the best of a few trials."""
-    return tuple(_measure(make_codec(name)) for name in names)
+    return tuple(_measure(name, make_codec(name)) for name in names)
 
 
 def measure_adding() -> float:
@@ -55,12 +55,12 @@ def measure_low_rank(rank: int = 4) -> CodecCost:
     )
 
 
-def _measure(codec: Codec) -> CodecCost:
+def _measure(name: str, codec: Codec) -> CodecCost:
     spans = {count: _time(codec, count) for count in (_FEW, _MANY)}
     (few_packed, few_unpacked), (packed, unpacked) = spans[_FEW], spans[_MANY]
     more = _MANY - _FEW
     return CodecCost(
-        name=codec.name,
+        name=name,
         bytes_per_value=codec.size_bytes(_MANY) / _MANY,
         encode_s_per_value=max(packed - few_packed, 0.0) / more,
         decode_s_per_value=max(unpacked - few_unpacked, 0.0) / more,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from yunlu.training.batch_schedule import BatchSchedule
     from yunlu.training.communication.communicator import Communicator
     from yunlu.training.communication.method_selector import MethodSelector
-    from yunlu.training.communication.step_sync import StepRequest, StepTotals
     from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import StepRequest, StepTotals
     from yunlu.training.tasks.task import Batch
 
 

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.json_decode import decode_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -136,7 +138,7 @@ class LinkTrial:
             dict.fromkeys(self.others, data), self.others, limit_bytes=_ROW_BYTES, tag=self.tag
         )
         gathered = {**{peer: bytes(text) for peer, text in rate.items()}, self.transport.rank: data}
-        return [json.loads(gathered[rank]) for rank in range(self.transport.size)]
+        return [decode_json(gathered[rank]) for rank in range(self.transport.size)]
 
     def turns(self) -> tuple[float, float]:
         """Time of a round in which each sends to the next, and of each further message in a round with all."""

@@ -254,6 +254,8 @@ class MethodSelector:
             for name in PACKINGS
             if name not in {"none", "powersgd"} and keeps(spec.kept, "all-reduce", name)
         ]
+        if spec.codec not in {"auto", *PACKINGS}:
+            names.append(spec.codec)  # from elsewhere: used only where it is named
         costs = list(measure_codecs(names, make_codec))
         if keeps(spec.kept, "all-reduce", "powersgd"):
             costs.append(measure_low_rank(spec.rank))
@@ -387,7 +389,7 @@ def _work_of(job: Job, plan: Plan, model: nn.Module, steps_left: int) -> SharedW
             for weight in weights
             if weight.ndim > 1
         ),
-        optimizer=job.train.optimizer.name,
+        can_freeze=job.train.optimizer.traits.can_freeze,
         memory_steps=_memory_steps(job),
         steps=steps_left,
     )

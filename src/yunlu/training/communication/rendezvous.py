@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import SecureLink, derive_secret
-from yunlu.training.communication.transport_session import MAGIC, VERSION, LinkLostError
+from yunlu.training.communication.transport_session import LinkLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HELLO = struct.Struct("<2sBxI")
+_HELLO_BYTES = 64
 _MAX_PENDING = 64
 _POLL_S = 0.25
 
@@ -59,7 +59,9 @@ class _IncomingCall:
     """A connection that has not sent its complete hello."""
 
     link: SecureLink
-    received: bytes = b""
+    reader: FrameReader = field(default_factory=lambda: FrameReader(control_bytes=_HELLO_BYTES))
+    rank: object = None
+    """Rank that it says it has."""
 
 
 def connect_all(
@@ -134,7 +136,7 @@ def _connect(
             with suppress(TimeoutError):  # the peer still connects to others
                 link.handshake()
         link.settimeout(deadline.left_s(peer))
-        link.sendall(_HELLO.pack(MAGIC, VERSION, rank))
+        send_frame(link, {"rank": rank})
     except OSError as error:
         sock.close()
         raise LinkLostError(peer, str(error)) from error
@@ -194,19 +196,16 @@ def _accept(
 def _is_received(call: _IncomingCall) -> bool:
     """Whether the hello is complete or the connection ended."""
     try:
-        more = call.link.recv(_HELLO.size - len(call.received))
+        call.rank = receive_frame(call.link, call.reader).control.get("rank")
     except BlockingIOError:
         return False
     except Exception:  # noqa: BLE001 (whatever a stranger sends ends only its connection)
         return True
-    call.received += more
-    return not more or len(call.received) == _HELLO.size
+    return True
 
 
 def _admit(call: _IncomingCall, links: dict[int, SecureLink], missing: list[int]) -> None:
-    if len(call.received) == _HELLO.size:
-        magic, version, peer = _HELLO.unpack(call.received)
-        if (magic, version) == (MAGIC, VERSION) and peer in missing and peer not in links:
-            links[peer] = call.link
-            return
-    call.link.close()  # unauthenticated; the peer may still connect
+    if type(call.rank) is int and call.rank in missing and call.rank not in links:
+        links[call.rank] = call.link
+    else:
+        call.link.close()  # unauthenticated; the peer may still connect

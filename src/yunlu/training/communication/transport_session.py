@@ -7,14 +7,21 @@ wrong checksum. No input is ever executed or unpickled.
 from __future__ import annotations
 
 import select
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch.distributed as dist
-import xxhash
+
+from yunlu.core.framing import (
+    HEADER_BYTES,
+    FrameError,
+    FrameReader,
+    Header,
+    encode_body,
+)
+from yunlu.core.secure_link import drop_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,9 +35,6 @@ if TYPE_CHECKING:
     Data = Buffer | NDArray[Any]
     """Contiguous memory. NumPy arrays are buffers, but type checkers know this only from Python 3.12 on."""
 
-MAGIC, VERSION = b"YW", 1
-_HEADER = struct.Struct("<2sBBIQQ")
-_CHANNEL_AT = 3
 _TAGS = 1 << 32
 _POLL_S = 1.0
 _VIEWS_AT_ONCE = 64
@@ -89,12 +93,10 @@ class IncomingMessage:
 class _Inbox:
     """Expected messages of one worker, by channel, and the one being received."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: int) -> None:
         self.channels: dict[int, deque[IncomingMessage]] = {}
-        self.header = memoryview(bytearray(_HEADER.size))
-        self.filled = 0
-        self.current: IncomingMessage | None = None
-        self.checksum = 0
+        self._reader = FrameReader(control_bytes=0, place=self._place)
+        self._tag, self._channel = tag, 0
 
     def add(self, channel: int, message: IncomingMessage) -> None:
         """Expect a message."""
@@ -105,25 +107,34 @@ class _Inbox:
 
     def receive_buffers(self) -> list[memoryview]:
         """Buffers to receive into: header and body in one call, if the body is certain."""
-        if self.filled >= _HEADER.size:
-            assert self.current is not None
-            assert self.current.body is not None
-            return [self.current.body[self.filled - _HEADER.size :]]
-        header = self.header[self.filled :]
         if len(self.channels) == 1:
             (queue,) = self.channels.values()
             if queue[0].body:
-                return [header, queue[0].body]
-        return [header]
+                return self._reader.buffers(queue[0].body)
+        return self._reader.buffers()
 
-    def pop_message(self) -> IncomingMessage:
-        """Remove the completed message."""
-        queue = self.channels[self.header[_CHANNEL_AT]]
+    def advance(self, count: int) -> IncomingMessage | None:
+        """So many bytes were received; returns the message if complete."""
+        if self._reader.advance(count) is None:
+            return None
+        queue = self.channels[self._channel]
         message = queue.popleft()
         if not queue:
-            del self.channels[self.header[_CHANNEL_AT]]
-        self.filled, self.current = 0, None
+            del self.channels[self._channel]
         return message
+
+    def _place(self, header: Header) -> memoryview:
+        if header.tag != self._tag or header.channel not in self.channels:
+            raise FrameError(f"received message {header.tag}, expected {self._tag}")
+        self._channel = header.channel
+        message, length = self.channels[header.channel][0], header.body_bytes
+        if message.body is None:
+            if length > message.limit_bytes:
+                raise FrameError(f"received {length} bytes, the limit is {message.limit_bytes}")
+            message.body = memoryview(bytearray(length))
+        elif length != len(message.body):
+            raise FrameError(f"received {length} bytes, expected {len(message.body)}")
+        return message.body
 
 
 class TransportSession:
@@ -166,18 +177,15 @@ class TransportSession:
     def send(self, peer: int, data: Data, *, channel: int = 0) -> None:
         """Send a message; the memory must not change until it has arrived."""
         body = view_bytes(data)
-        header = _HEADER.pack(MAGIC, VERSION, channel, self._tag, len(body), _checksum(body))
         traffic = self._transport.traffic
         traffic.messages += 1
-        traffic.sent_bytes += len(header) + len(body)
+        traffic.sent_bytes += HEADER_BYTES + len(body)
         self._used.add(peer)
         queue = self._outgoing.get(peer)
         if queue is None:
             queue = self._outgoing[peer] = deque()
         is_first = not queue
-        queue.append(memoryview(header))
-        if len(body):
-            queue.append(body)
+        queue.extend(encode_body(body, channel=channel, tag=self._tag))
         if is_first:
             self._push(peer, queue)
 
@@ -202,7 +210,7 @@ class TransportSession:
         self._used.add(peer)
         inbox = self._incoming.get(peer)
         if inbox is None:
-            inbox = self._incoming[peer] = _Inbox()
+            inbox = self._incoming[peer] = _Inbox(self._tag)
         inbox.add(channel, message)
         self._watch(peer, select.POLLIN, is_wanted=True)
 
@@ -259,10 +267,7 @@ class TransportSession:
             sent = 0
         except OSError as error:
             raise self._lost(peer, error) from error
-        while queue and sent >= len(queue[0]):
-            sent -= len(queue.popleft())
-        if sent:
-            queue[0] = queue[0][sent:]
+        drop_sent(queue, sent)
         self._watch(peer, select.POLLOUT, is_wanted=bool(queue))
 
     def _pull(self, peer: int, inbox: _Inbox) -> None:
@@ -274,42 +279,18 @@ class TransportSession:
             raise self._lost(peer, error) from error
         if count == 0:
             raise self._lost(peer, None)
-        inbox.filled += count
-        if inbox.filled < _HEADER.size:
+        try:
+            message = inbox.advance(count)
+        except FrameError as error:
+            raise RefusedMessageError(peer, str(error)) from error
+        if message is None:
             return
-        if inbox.current is None:
-            inbox.current = self._open(peer, inbox)
-        body = inbox.current.body
-        assert body is not None
-        if inbox.filled < _HEADER.size + len(body):
-            return
-        if _checksum(body) != inbox.checksum:
-            raise RefusedMessageError(peer, "a message has a wrong checksum")
-        self._transport.traffic.received_bytes += inbox.filled
-        message = inbox.pop_message()
+        assert message.body is not None
+        self._transport.traffic.received_bytes += HEADER_BYTES + len(message.body)
         if not inbox.channels:
             self._watch(peer, select.POLLIN, is_wanted=False)
         if message.then is not None:
             message.then()
-
-    def _open(self, peer: int, inbox: _Inbox) -> IncomingMessage:
-        magic, version, channel, tag, length, inbox.checksum = _HEADER.unpack(inbox.header)
-        if (magic, version) != (MAGIC, VERSION):
-            raise RefusedMessageError(peer, "received data is not a Yunlu message")
-        if tag != self._tag or channel not in inbox.channels:
-            raise RefusedMessageError(peer, f"received message {tag}, expected {self._tag}")
-        message = inbox.channels[channel][0]
-        if message.body is None:
-            if length > message.limit_bytes:
-                raise RefusedMessageError(
-                    peer, f"received {length} bytes, the limit is {message.limit_bytes}"
-                )
-            message.body = memoryview(bytearray(length))
-        elif length != len(message.body):
-            raise RefusedMessageError(
-                peer, f"received {length} bytes, expected {len(message.body)}"
-            )
-        return message
 
     def _watch(self, peer: int, event: int, *, is_wanted: bool) -> None:
         before = self._watched.get(peer, 0)
@@ -350,7 +331,3 @@ def view_bytes(data: Data) -> memoryview:
     if view.ndim == 1 and view.format == "B":
         return view
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _checksum(data: Any) -> int:
-    return xxhash.xxh3_64_intdigest(data)

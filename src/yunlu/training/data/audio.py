@@ -71,7 +71,10 @@ class LogMelFrontEnd:
 
     def learn(self, features: Sequence[Tensor]) -> None:
         """Fit the statistics on the training data."""
-        mean, deviation = measure(features)
+        self.restore(*measure(features))
+
+    def restore(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        """Take statistics that were fitted before."""
         self._mean, self._deviation = torch.tensor(mean), torch.tensor(deviation)
 
     def normalise(self, features: Tensor) -> Tensor:

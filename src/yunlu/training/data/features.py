@@ -10,8 +10,7 @@ import numpy as np
 
 from yunlu.core.errors import DataError
 from yunlu.core.value import Value
-from yunlu.training.data.numbers import MISSING
-from yunlu.training.data.table import Column, DataTable, FileRef
+from yunlu.training.data.table import MISSING, Column, DataTable, FileRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import DataError, YunluError, did_you_mean, missing_part
-from yunlu.training.data.arrow import columns_of_arrow
+from yunlu.training.data.readers import columns_of_arrow
 from yunlu.training.data.table import DataTable
 from yunlu.training.models.hf import is_commit, split_revision
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +96,29 @@ class DataTable:
         return 1 + (index if self.positions is None else int(self.positions[index]))
 
 
+def rows_to_table(rows: Sequence[Any], names: Sequence[str]) -> DataTable:
+    """Rows as a table: mappings from column to value, or values in the order of ``names``."""
+    columns: dict[str, Column] = {}
+    for position, name in enumerate(names):
+        values = [_cell(row, name, position, len(names)) for row in rows]
+        is_number = all(value is None or isinstance(value, int | float) for value in values)
+        # As the readers have it: a missing number is NaN.
+        columns[name] = np.array(values, dtype=np.float64) if is_number else values
+    return DataTable(columns)
+
+
+def _cell(row: Any, name: str, position: int, width: int) -> Any:
+    if not isinstance(row, Mapping):
+        if isinstance(row, str) or len(row) != width:
+            raise DataError(f"a row is {row!r:.80}; {width} values were expected")
+        value = row[position]
+    elif name in row:
+        value = row[name]
+    else:
+        raise DataError(f"a row has no {name!r}", hint=did_you_mean(name, map(str, row)))
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _take(column: Column, indices: np.ndarray) -> Column:
     if isinstance(column, np.ndarray):
         return column[indices]
@@ -121,3 +146,45 @@ def _value_bytes(value: Any) -> bytes:
     if isinstance(value, FileRef):
         return value.path.encode() + b"\0" + (value.data or b"")
     return f"{type(value).__name__}:{value!r}".encode()
+
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+# 007 is an identifier, not a number.
+_PADDED = re.compile(r"[+-]?0\d")
+
+
+def parse_cells(cells: Sequence[str]) -> Column:
+    """Parse cells of a text file: an array if every filled cell is a number, else strings.
+
+    Integers give int64; a fraction, or a missing cell (``NaN``), gives float64.
+    """
+    stripped = [cell.strip() for cell in cells]
+    missing = [cell.lower() in MISSING for cell in stripped]
+    if all(missing) or any(_PADDED.match(cell) for cell in stripped):
+        return stripped
+    numbers = ["nan" if gone else cell for cell, gone in zip(stripped, missing, strict=True)]
+    if not any(missing):
+        try:
+            return np.array([int(cell) for cell in numbers], dtype=np.int64)
+        except (ValueError, OverflowError):
+            pass
+    try:
+        return np.array([float(cell) for cell in numbers], dtype=np.float64)
+    except ValueError:
+        return stripped
+
+
+def as_column(values: list[Any]) -> Column:
+    """Convert Python values: an array if all are numbers (``None`` becomes ``NaN``), else the list."""
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
+        return np.array(values, dtype=np.bool_)
+    if kinds == {int}:
+        try:
+            return np.array(values, dtype=np.int64)
+        except OverflowError:
+            return np.array(values, dtype=np.float64)
+    if kinds & {int, float} and kinds <= {int, float, type(None)}:
+        filled = [np.nan if value is None else value for value in values]
+        return np.array(filled, dtype=np.float64)
+    return values

@@ -231,7 +231,7 @@ def fitting_vocabulary(texts: Sequence[str]) -> int:
 def _base_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
     """The tokenizer of the base model: its weights need the same ids."""
     directory = base_directory(model)
-    base = None if directory is None else _exported_tokenizer(directory)
+    base = None if directory is None else exported_tokenizer(directory)
     if directory is None or base is None:
         raise ModelError(
             f"model.weights: {model.weights} holds no tokenizer, so its weights cannot be used on text."
@@ -252,7 +252,7 @@ def _base_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
     return base
 
 
-def _exported_tokenizer(directory: Path) -> Tokenizer | None:
+def exported_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer recorded in an export of Yunlu; None if there is none."""
     path = directory / "preprocessing.json"
     if not path.is_file():
@@ -277,7 +277,7 @@ def _is_same(requested: str, directory: Path) -> bool:
 
 def _own_tokenizer(model: ModelSpec) -> Tokenizer | None:
     directory = find_hf_directory(model.name)
-    if model.pretrained and (exported := _exported_tokenizer(directory)) is not None:
+    if model.pretrained and (exported := exported_tokenizer(directory)) is not None:
         return exported
     if any((directory / file).is_file() for file in _HF_FILES):
         return HfTokenizer(directory, model.name)

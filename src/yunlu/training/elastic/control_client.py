@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from yunlu.core.framing import FrameError, FrameReader
+from yunlu.core.processes import start_process
 from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, connect_link
-from yunlu.core.settings import worker_environment
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import WORKER_LOG, Claim, require_local
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import (
-    FrameDecoder,
-    FrameError,
-    WorkerGroup,
-    control_secret,
-    read_worker_group,
-)
+from yunlu.runs.worker_group import WorkerGroup, control_secret, read_worker_group
 from yunlu.training.elastic.messages import Message, frame, read_message
 
 if TYPE_CHECKING:
+    import subprocess
+
     from yunlu.core.value import Value
     from yunlu.runs.run_store import RunStore
 
@@ -47,7 +43,7 @@ class ControlClient:
         self.group: WorkerGroup | None = None
         self.connection: SecureLink | None = None
         self.lost_at = time.monotonic()
-        self._unpacker = FrameDecoder()
+        self._reader = FrameReader()
         self._received_at = 0.0
         self._connect_tried_at = 0.0
         self._restarted_at = 0.0
@@ -83,7 +79,7 @@ class ControlClient:
         except OSError:
             return False
         self.group, self.connection = group, connection
-        self._unpacker, self._received_at = FrameDecoder(), time.monotonic()
+        self._reader, self._received_at = FrameReader(), time.monotonic()
         return True
 
     def send(self, message: Value) -> None:
@@ -103,14 +99,12 @@ class ControlClient:
             messages: list[Message] = []
             is_pending = True
             while is_pending:
-                chunk = self.connection.recv(1 << 16)
-                if not chunk:
-                    raise ControlLostError
+                received = self._reader.read(self.connection.recv_into)
                 self._received_at = time.monotonic()
-                messages += [read_message(data) for data in self._unpacker.feed(chunk)]
+                messages += [] if received is None else [read_message(received.control)]
                 is_pending = self.connection.pending
             return messages
-        except (OSError, FrameError) as error:
+        except (OSError, EOFError, FrameError) as error:
             raise ControlLostError from error
 
     def check_quiet(self) -> None:
@@ -136,14 +130,8 @@ class ControlClient:
         if self.is_over() or self.run.is_claimed(Claim.WORKER):
             return
         with require_local(self.run).open_text_log(WORKER_LOG) as log:
-            self._supervisor = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [*SUPERVISOR, self.run.address, "--adopt"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=worker_environment(),
-                start_new_session=True,
-            )
+            command = [*SUPERVISOR, self.run.address, "--adopt"]
+            self._supervisor = start_process(command, log=log, own_session=True)
 
     def is_over(self) -> bool:
         """Whether the run has ended or is stopping: then no supervisor is started. Read at most once a second."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from yunlu.core.secure_link import HANDSHAKE_S, SecureLink
-from yunlu.runs.worker_group import FrameDecoder, FrameError, control_secret
+from yunlu.core.framing import FrameError, FrameReader
+from yunlu.core.processes import SignalPipe
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, drop_sent
+from yunlu.runs.worker_group import control_secret
 from yunlu.training.elastic.messages import (
     ClientHello,
     Message,
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 _MAX_UNAUTHENTICATED = 64
 """Limit of connections that have not proved the token; the oldest is closed for a new one."""
-_RECORD_BYTES = 1 << 16
 _BACKLOG_BYTES = 16 << 20
 """A peer that lets this much pile up unread is disconnected."""
 
@@ -37,11 +39,9 @@ class ControlConnection:
 
     link: SecureLink
     opened_at: float
-    unpacker: FrameDecoder = field(default_factory=FrameDecoder)
+    reader: FrameReader = field(default_factory=FrameReader)
     hello: WorkerHello | NodeHello | ClientHello | None = None
-    pending: bytearray = field(default_factory=bytearray)
-    unsent: bytes = b""
-    """Beginning of ``pending`` that the link has accepted but not sent whole."""
+    pending: deque[memoryview] = field(default_factory=deque[memoryview])
     is_closed: bool = False
 
 
@@ -61,9 +61,9 @@ class ControlServer:
         """Listening port."""
         return self._listener.getsockname()[1]
 
-    def add_wake(self, woken: socket.socket) -> None:
-        """Wake ``poll`` when this socket becomes readable."""
-        self._selector.register(woken, selectors.EVENT_READ)
+    def add_wake(self, signals: SignalPipe) -> None:
+        """Wake ``poll`` when a signal comes."""
+        self._selector.register(signals, selectors.EVENT_READ, signals)
 
     def poll(
         self,
@@ -78,8 +78,8 @@ class ControlServer:
                 self._accept()
             elif isinstance(key.data, ControlConnection):
                 self._serve(key.data, events, on_message)
-            else:
-                _drain(key.fileobj)
+            elif isinstance(key.data, SignalPipe):
+                key.data.take()
         now = time.monotonic()
         for connection in list(self._connections):
             if connection.hello is None and now - connection.opened_at > HANDSHAKE_S:
@@ -93,7 +93,7 @@ class ControlServer:
         """Send a message; a closed connection is reported by ``poll``."""
         if connection is None or connection.is_closed:
             return
-        connection.pending += frame(message)
+        connection.pending.append(memoryview(frame(message)))
         self._flush(connection)
 
     def close(self, connection: ControlConnection) -> None:
@@ -175,22 +175,18 @@ class ControlServer:
     ) -> None:
         try:
             while not connection.is_closed:
-                chunk = connection.link.recv(1 << 16)
-                if not chunk:
-                    self.close(connection)
-                    return
-                for data in connection.unpacker.feed(chunk):
-                    message = read_message(data)
-                    if connection.hello is None:
-                        if not isinstance(message, WorkerHello | NodeHello | ClientHello):
-                            raise FrameError("the first message is not a hello")
-                        connection.hello = message
-                    on_message(connection, message)
-                    if connection.is_closed:
-                        return
+                received = connection.reader.read(connection.link.recv_into)
+                if received is None:
+                    continue
+                message = read_message(received.control)
+                if connection.hello is None:
+                    if not isinstance(message, WorkerHello | NodeHello | ClientHello):
+                        raise FrameError("the first message is not a hello")
+                    connection.hello = message
+                on_message(connection, message)
         except BlockingIOError:
             return
-        except (OSError, FrameError):
+        except (OSError, EOFError, FrameError):
             self.close(connection)
 
     def _flush(self, connection: ControlConnection) -> None:
@@ -198,18 +194,13 @@ class ControlServer:
             return
         try:
             while connection.pending:
-                # A record that is not sent whole must be repeated as it was, and the buffer grows.
-                record = connection.unsent or bytes(connection.pending[:_RECORD_BYTES])
-                connection.unsent = record
-                connection.link.send(record)
-                del connection.pending[: len(record)]
-                connection.unsent = b""
+                drop_sent(connection.pending, connection.link.sendmsg(connection.pending))
         except BlockingIOError:
             pass
         except OSError:
             self.close(connection)
             return
-        if len(connection.pending) > _BACKLOG_BYTES:
+        if sum(map(len, connection.pending)) > _BACKLOG_BYTES:
             self.close(connection)
             return
         self._watch(connection)
@@ -218,11 +209,3 @@ class ControlServer:
         is_writing = bool(connection.pending) or connection.link.wants_write
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
         self._selector.modify(connection.link, events, connection)
-
-
-def _drain(woken: object) -> None:
-    assert isinstance(woken, socket.socket)
-    try:
-        woken.recv(4096)
-    except BlockingIOError:
-        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from yunlu.training.elastic.membership import (
     NodeRecord,
     WorkerRecord,
     is_stopped,
-    kill,
 )
 from yunlu.training.elastic.messages import (
     Assignment,
@@ -763,7 +763,7 @@ class Coordinator:
         if (node := self.membership.nodes.get(worker.node)) is not None:
             self.server.send(node.connection, request)
         if worker.node == LOCAL:
-            kill(worker.pid, worker.process_started_at)
+            worker.process.send_signal(signal.SIGKILL)
         if worker.connection is not None:
             self.server.close(worker.connection)
             worker.connection = None

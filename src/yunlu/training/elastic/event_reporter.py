@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import ExitDescriber
 from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerGroupFormed, WorkerLost, WorkerRank
 from yunlu.runs.run_store import Log
 
@@ -27,20 +26,6 @@ _CAUSE_S = 0.3
 """The connection closes slightly before the node reports the exit code."""
 
 
-def count_oom_kills() -> int:
-    """Number of OOM kills in this process's control group so far."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
-        for folder in (Path("/sys/fs/cgroup") / group.strip("/"), Path("/sys/fs/cgroup")):
-            events = folder / "memory.events"
-            if events.exists():
-                text = events.read_text().split()
-                return int(dict(zip(text[::2], text[1::2], strict=True)).get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0
-    return 0
-
-
 @dataclass
 class EventReporter:
     """Writes events and metrics of the run, each fault once."""
@@ -49,7 +34,7 @@ class EventReporter:
     _faults: dict[int, tuple[float, WorkerLost]] = field(
         default_factory=dict[int, tuple[float, WorkerLost]]
     )
-    _oom_kills: int = field(default_factory=count_oom_kills)
+    _exits: ExitDescriber = field(default_factory=ExitDescriber)
 
     def emit(self, event: Event) -> None:
         """Emit an event, after all pending faults."""
@@ -66,10 +51,7 @@ class EventReporter:
 
     def explain_exit(self, number: int, code: int) -> str:
         """Describe an exit code; completes the pending fault of that worker."""
-        text = _describe_exit(code)
-        if code == -signal.SIGKILL and (kills := count_oom_kills()) > self._oom_kills:
-            self._oom_kills = kills
-            text += ": killed by the system, out of memory"
+        text = self._exits.describe(code)
         if number in self._faults:
             _, event = self._faults[number]
             self._faults[number] = (0.0, event.model_copy(update={"detail": text}))
@@ -162,12 +144,3 @@ def _identify(worker: WorkerRecord) -> dict[str, Any]:
         "host": worker.host,
         "pid": worker.pid,
     }
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"ended by signal {-code}"

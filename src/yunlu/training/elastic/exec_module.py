@@ -12,6 +12,7 @@ from yunlu.core.settings import worker_environment
 ASYNC_SUPERVISOR = "yunlu.training.asynchronous.supervisor"
 """Main module of an asynchronous run; it takes the place of the elastic supervisor."""
 ASYNC_NODE = "yunlu.training.asynchronous.node"
+_MODULES = frozenset({ASYNC_SUPERVISOR, ASYNC_NODE})
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
@@ -20,6 +21,8 @@ def exec_module(module: str, *arguments: str, bind: str | None = None) -> NoRetu
 
     ``bind``: address to listen on, unless the environment sets one.
     """
+    if module not in _MODULES:  # named by a supervisor, maybe on another machine
+        raise ValueError(f"{module!r} is no main module of an asynchronous run")
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     signal.set_wakeup_fd(-1)
     sys.stdout.flush()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import psutil
-
+from yunlu.core.processes import ProcessHandle
 from yunlu.runs.worker_group import LOCAL
 from yunlu.training.elastic.generations import WorkerReport
 
@@ -18,8 +14,6 @@ if TYPE_CHECKING:
     from yunlu.training.elastic.control_server import ControlConnection
     from yunlu.training.elastic.messages import Ending, Heartbeat, HeldState
 
-# The kernel rounds the boot time, on which start times are based, to a second.
-_SAME_START_S = 2.0
 FIRST_EXCLUSION_S = 300.0
 """Time before an excluded straggler is readmitted; doubled each time."""
 
@@ -50,6 +44,11 @@ class WorkerRecord:
     """It leaves as a straggler: the other workers are faster without it."""
     heartbeat: Heartbeat | None = None
     last_step: tuple[int, float, float] | None = None
+
+    @property
+    def process(self) -> ProcessHandle:
+        """Its process, if it runs on this machine."""
+        return ProcessHandle(self.pid, self.process_started_at)
 
     @property
     def is_present(self) -> bool:
@@ -172,16 +171,6 @@ class Membership:
         return staying, departing
 
 
-def is_alive(pid: int, process_started_at: float) -> bool:
-    """Whether the process with this pid and start time runs on this machine."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - process_started_at) < _SAME_START_S
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP)."""
     try:
@@ -189,10 +178,3 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def kill(pid: int, process_started_at: float) -> None:
-    """Send SIGKILL to the process with this pid and start time; a stopped one ignores SIGTERM."""
-    if pid > 0 and is_alive(pid, process_started_at):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)

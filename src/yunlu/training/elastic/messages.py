@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from yunlu.core.errors import YunluError
+from yunlu.core.framing import FrameError, encode_frame
 from yunlu.core.value import Value
 from yunlu.planning.layout import Layout, RankCoordinates
-from yunlu.runs.worker_group import FrameError, encode_frame
 
 Ending = Literal["finished", "stopped", "async"]
 """``async``: the run continues with asynchronous workers."""
@@ -354,7 +354,7 @@ def read_message(data: dict[str, Any]) -> Message:
 
 def frame(message: Value) -> bytes:
     """Serialize a message as one frame."""
-    return encode_frame(message.model_dump(mode="json"))
+    return bytes(encode_frame(message.model_dump(mode="json"))[0])
 
 
 def as_failure(error: BaseException) -> Failed:

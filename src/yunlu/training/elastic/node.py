@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import select
 import signal
@@ -14,14 +13,15 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.json_decode import decode_json
 from yunlu.core.private_process import make_process_private
+from yunlu.core.processes import ForkedProcesses, SignalPipe, start_time
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
@@ -106,8 +106,8 @@ class NodeAgent:
         quiet_s = _QUIET_S * read_settings().patience
         self._client = ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=quiet_s)
         self._parts: Any = None
-        self._children: dict[int, int] = {}
-        """Worker numbers by pid; -1 for the planner."""
+        self._children = ForkedProcesses[int]()
+        """Worker numbers; -1 for the planner."""
         self._plan_pipe: int | None = None
         self._plan_json = b""
         self._is_leaving = False
@@ -115,11 +115,12 @@ class NodeAgent:
         self._is_refused = False
         self._successor = ""
         """Main module that this process execs at the end."""
-        self._wake, self._woken = socket.socketpair()
+        self._signals = SignalPipe()
 
     def run(self) -> int:
         """Run until dismissed; returns the exit code."""
-        self._listen_to_signals()
+        self._signals.listen(signal.SIGTERM, signal.SIGCHLD)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not self._register():
             return 1
         try:
@@ -153,7 +154,7 @@ class NodeAgent:
             node=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            process_started_at=psutil.Process().create_time(),
+            process_started_at=start_time(),
             devices=self.devices,
         )
 
@@ -169,16 +170,16 @@ class NodeAgent:
         except ControlLostError:
             self._client.drop()
         self._reap()
-        if self._is_leaving and not self._children:
+        if self._is_leaving and not self._children.running:
             self._is_dismissed = True
 
     def _wait(self, wait_s: float) -> None:
         connection = self._client.connection
-        watched: list[Any] = [self._woken]
+        watched: list[Any] = [self._signals]
         watched += [] if connection is None else [connection]
         watched += [] if self._plan_pipe is None else [self._plan_pipe]
         readable, _, _ = select.select(watched, [], [], wait_s)
-        if self._woken in readable:
+        if self._signals in readable:
             self._handle_signals()
         if self._plan_pipe in readable:
             self._read_plan()
@@ -207,7 +208,7 @@ class NodeAgent:
             case Fork():
                 self._fork(message)
             case Kill():
-                for pid, worker in self._children.items():
+                for pid, worker in self._children.running.items():
                     if worker == message.worker:
                         os.kill(pid, signal.SIGKILL)
             case Leave():
@@ -219,56 +220,33 @@ class NodeAgent:
                 pass
 
     def _handle_signals(self) -> None:
-        with suppress(BlockingIOError):
-            if signal.SIGTERM in self._woken.recv(4096) and not self._is_leaving:
-                self._is_leaving = True
-                self._send(LeaveNotice())
+        if signal.SIGTERM in self._signals.take() and not self._is_leaving:
+            self._is_leaving = True
+            self._send(LeaveNotice())
 
     def _fork(self, request: Fork) -> None:
         reader, writer = os.pipe() if request.is_planner else (None, None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            self._run_child(request, writer)
-        self._children[pid] = request.worker
+        pid = self._children.fork(request.worker, lambda: self._run_child(request, writer))
         if writer is not None:
             os.close(writer)
             self._plan_pipe, self._plan_json = reader, b""
         else:
-            started_at = psutil.Process(pid).create_time()
+            started_at = start_time(pid)
             self._send(Forked(worker=request.worker, pid=pid, process_started_at=started_at))
 
-    def _run_child(self, request: Fork, writer: int | None) -> NoReturn:
-        """Run a forked child; never returns, since the stack is the parent's."""
-        code = 1
-        try:
-            # The Linux scheduler shares CPU by session: workers in one session would get the share of one.
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C stays ignored
-                signal.signal(number, signal.SIG_DFL)
-            self._wake.close()
-            self._woken.close()
-            if self._client.connection is not None:
-                self._client.connection.close()
-            if writer is not None:
-                code = self._make_plan(writer)
-            else:
-                self._redirect(request.worker)
-                code = run_worker_agent(
-                    request.worker,
-                    node=self.name,
-                    run=self.store,
-                    body=lambda worker: self._body(worker, self._parts),
-                )
-        except BaseException:  # noqa: BLE001 (must not reach the parent's code)
-            traceback.print_exc()
-        finally:
-            with suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+    def _run_child(self, request: Fork, writer: int | None) -> int:
+        self._signals.close()
+        if self._client.connection is not None:
+            self._client.connection.close()
+        if writer is not None:
+            return self._make_plan(writer)
+        self._redirect(request.worker)
+        return run_worker_agent(
+            request.worker,
+            node=self.name,
+            run=self.store,
+            body=lambda worker: self._body(worker, self._parts),
+        )
 
     def _redirect(self, worker: int) -> None:
         with require_local(self.store).open_text_log(f"{Area.LOGS}/worker-{worker}.log") as file:
@@ -295,7 +273,7 @@ class NodeAgent:
         os.close(self._plan_pipe)
         self._plan_pipe = None
         try:
-            self._send(read_message(json.loads(self._plan_json)))
+            self._send(read_message(decode_json(self._plan_json)))
         except ValueError:
             error = TrainingError(
                 "The planning process was killed.", hint="See worker.log for the cause."
@@ -304,12 +282,12 @@ class NodeAgent:
 
     def _reap(self) -> None:
         """Reap ended children and report their exit codes."""
-        for pid, worker in list(self._children.items()):
-            pid_done, status = os.waitpid(pid, os.WNOHANG)
-            if pid_done:
-                del self._children[pid]
-                if worker >= 0:
-                    self._send(Exited(worker=worker, code=os.waitstatus_to_exitcode(status)))
+        for worker, code in self._children.reap():
+            self._report_exit(worker, code)
+
+    def _report_exit(self, worker: int, code: int) -> None:
+        if worker >= 0:
+            self._send(Exited(worker=worker, code=code))
 
     def _send(self, message: Value) -> None:
         try:
@@ -317,27 +295,8 @@ class NodeAgent:
         except ControlLostError:
             self._client.drop()
 
-    def _listen_to_signals(self) -> None:
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, _ignore_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     def _shut_down(self) -> int:
         """Give dismissed children a moment to exit, then kill them."""
-        deadline = time.monotonic() + _LEAVE_S
-        while self._children and time.monotonic() < deadline:
-            select.select([self._woken], [], [], 0.05)
-            with suppress(BlockingIOError):
-                self._woken.recv(4096)
-            self._reap()
-        for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for worker, code in self._children.end(patience_s=_LEAVE_S):
+            self._report_exit(worker, code)
         return 1 if self._is_refused else 0
-
-
-def _ignore_signal(*_: object) -> None:
-    """A signal only wakes the loop."""

@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -21,10 +20,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import psutil
-
 from yunlu.core.addresses import bind_address
 from yunlu.core.private_process import make_process_private
+from yunlu.core.processes import SignalPipe, start_process, start_time, stop_process
 from yunlu.core.settings import worker_environment
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
@@ -43,15 +41,16 @@ from yunlu.training.elastic.control_server import ControlServer
 from yunlu.training.elastic.coordinator import Coordinator, RunOutcome
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import ASYNC_NODE, ASYNC_SUPERVISOR, exec_module
-from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord, is_alive, kill
+from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Generator
 
     from yunlu.runs.run_store import RunStore
 
-NODE_MODULE = "yunlu.training.worker_group_node"
+NODE_MODULE = "yunlu.training.topology.elastic"
 """Main module of a node, started by name: the supervisor itself does not import torch."""
 _LOOP_S = 0.1
 _LEAVE_S = 8.0
@@ -132,7 +131,7 @@ class Supervisor:
         self._server = ControlServer(self._host, self._token)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
-        self._started_at = psutil.Process().create_time()
+        self._started_at = start_time()
         self._is_signalled = False
         self.coordinator = Coordinator(
             self._server,
@@ -287,25 +286,20 @@ class Supervisor:
     def _start_node(self) -> None:
         devices = str(self.coordinator.membership.nodes[LOCAL].wanted)
         arguments = [sys.executable, "-m", self._node_module, self.directory.address]
-        self._node = subprocess.Popen(  # noqa: S603 (our own interpreter)
+        self._node = start_process(
             [*arguments, "--node", LOCAL, "--devices", devices],
-            stdin=subprocess.DEVNULL,
-            env=worker_environment(threads=1),
+            environment=worker_environment(threads=1),
         )
 
     def _listen_to_signals(self) -> None:
         def set_flag(*_: object) -> None:
             self._is_signalled = True
 
-        wake, woken = socket.socketpair()
-        wake.setblocking(False)
-        woken.setblocking(False)
-        self._server.add_wake(woken)
-        self._wake = wake
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signals = SignalPipe()
+        signals.listen(signal.SIGCHLD)
+        self._server.add_wake(signals)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, set_flag)
-        signal.signal(signal.SIGCHLD, _ignore)
 
     def _shut_down(self, *, is_failed: bool) -> None:
         """End all workers and nodes."""
@@ -328,13 +322,16 @@ class Supervisor:
             linked = any(
                 node.connection and not node.connection.is_closed for node in nodes.values()
             )
-            if node_is_gone and not linked and not any(_is_running(worker) for worker in local):
+            if (
+                node_is_gone
+                and not linked
+                and not any(worker.process.is_alive() for worker in local)
+            ):
                 break
         for worker in local:
-            kill(worker.pid, worker.process_started_at)
-        if self._node is not None and self._node.poll() is None:
-            self._node.kill()
-            self._node.wait()
+            worker.process.send_signal(signal.SIGKILL)
+        if self._node is not None:
+            stop_process(self._node, number=signal.SIGKILL)
         self._server.close_all()
 
 
@@ -356,10 +353,6 @@ def _only_supervisor(directory: RunStore) -> Generator[HeldClaim]:
 
 def _ignore(*_: object) -> None:
     """Discard."""
-
-
-def _is_running(worker: WorkerRecord) -> bool:
-    return is_alive(worker.pid, worker.process_started_at)
 
 
 if __name__ == "__main__":

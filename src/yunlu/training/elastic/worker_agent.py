@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from yunlu.core.processes import SignalPipe, start_time
 from yunlu.core.secure_link import derive_secret
 from yunlu.core.settings import read_settings
 from yunlu.training.attempt import as_user_error
@@ -110,16 +110,12 @@ class WorkerAgent:
         self._sockets_before: set[Socket] | None = None
         self._is_over = False
         self._shut_at: float | None = None
-        self._wake, self._woken = socket.socketpair()
+        self._signals = SignalPipe()
         self._thread = threading.Thread(target=self._run_control, name="control", daemon=True)
 
     def start(self) -> None:
         """Install the signal handler and start the control thread."""
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
-        signal.signal(signal.SIGTERM, _ignore_signal)
-        # The Python handler waits for a collective to return; the wakeup descriptor is written at once.
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._signals.listen(signal.SIGTERM)
         self._thread.start()
 
     # Called by the training loop.
@@ -228,7 +224,7 @@ class WorkerAgent:
             self._steps.append((step, step_s, wait_s))
             if not self._has_stepped:  # the first step after a fault is sent at once
                 self._has_stepped = self._is_urgent = True
-                self._wake_control()
+                self._signals.wake()
 
     def check(self) -> None:
         """Raise ``HaltedError`` if the generation was halted: not every loop waits in a collective."""
@@ -305,7 +301,7 @@ class WorkerAgent:
     def close(self) -> None:
         """Stop the control thread."""
         self._is_over = True
-        self._wake_control()
+        self._signals.wake()
         self._thread.join(1)
 
     # Process groups.
@@ -356,7 +352,7 @@ class WorkerAgent:
 
     def _run_control(self) -> None:
         selector = selectors.DefaultSelector()
-        selector.register(self._woken, selectors.EVENT_READ)
+        selector.register(self._signals, selectors.EVENT_READ)
         heartbeat_at = 0.0
         while not self._is_over:
             if not self._client.is_up and not self._reconnect(selector):
@@ -366,7 +362,7 @@ class WorkerAgent:
             try:
                 wait_s = _SHUT_RETRY_S if self._must_shut() else HEARTBEAT_S
                 for key, _ in selector.select(wait_s):
-                    if key.fileobj is self._woken:
+                    if key.fileobj is self._signals:
                         self._drain_wakes()
                     else:
                         for message in self._client.receive():
@@ -451,8 +447,8 @@ class WorkerAgent:
 
     def _shut_sockets(self) -> None:
         """Shut the sockets of groups: a main thread that waits on one gets an error. Repeated until it left."""
-        sockets = [self._wake, self._woken, self._client.connection]
-        keep = [sock.fileno() for sock in sockets if sock is not None]
+        connection = self._client.connection
+        keep = [*self._signals.descriptors, *([connection.fileno()] if connection else [])]
         if self._world is not None:
             self._world.disconnect(keep=keep)
         if self._sockets_before is not None:
@@ -465,10 +461,9 @@ class WorkerAgent:
         self._client.send(self._heartbeat.model_copy(update={"steps": tuple(steps)}))
 
     def _drain_wakes(self) -> None:
-        with suppress(BlockingIOError):
-            if signal.SIGTERM in self._woken.recv(4096) and not self.leaving:
-                self.leaving = True
-                self._outbox.append(LeaveNotice())
+        if signal.SIGTERM in self._signals.take() and not self.leaving:
+            self.leaving = True
+            self._outbox.append(LeaveNotice())
 
     def _report(self, generation: int, step: int, detail: str) -> Paused:
         return Paused(
@@ -483,7 +478,7 @@ class WorkerAgent:
             node=self.node,
             host=socket.gethostname(),
             pid=os.getpid(),
-            process_started_at=psutil.Process().create_time(),
+            process_started_at=start_time(),
             generation=current.generation if current else 0,
             rank=current.rank if current else None,
             step=self._heartbeat.step,
@@ -496,11 +491,7 @@ class WorkerAgent:
     def _enqueue(self, message: Value) -> None:
         with self._changed:
             self._outbox.append(message)
-        self._wake_control()
-
-    def _wake_control(self) -> None:
-        with suppress(BlockingIOError, OSError):
-            self._wake.send(b"\0")
+        self._signals.wake()
 
 
 def run_worker_agent(
@@ -520,7 +511,3 @@ def run_worker_agent(
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
-
-
-def _ignore_signal(*_: object) -> None:
-    """A signal only wakes the control thread."""

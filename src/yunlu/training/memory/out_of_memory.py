@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.spec.job import Job
 
 T = TypeVar("T")

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _ARTIFACT_FILES = ("preprocessing.json", "tabular.json", "recommendation.json")
 # Labels are matched by name, sizes by weight shapes, a tokenizer by its vocabulary.
-_MATCHED_ELSEWHERE = {"labels", "max_length", "tokenizer", "length", "height", "width", "target"}
+_MATCHED_ELSEWHERE = {
+    "labels", "max_length", "longest_answer", "tokenizer", "length", "height", "width", "target", "size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ def read_artifacts(spec: ModelSpec) -> dict[str, Any]:
     For tasks to reuse: weights depend on the normalisation they were trained with.
     """
     directory = base_directory(spec)
-    return {} if directory is None else _read_artifacts(directory)
+    return {} if directory is None else read_exported(directory)
 
 
 def describe_base(spec: ModelSpec) -> str | None:
@@ -167,6 +169,14 @@ def _load_weights(
     source = _describe(directory)
     fresh = sum(expected[name].numel() * len(added) // max(len(now), 1) for name in new)
     return WeightsOrigin(source=source, taken=_count(model) - fresh, new=tuple(new), labels=added)
+
+
+def load_exported(model: nn.Module, directory: Path) -> None:
+    """Load exported weights into a model of the same architecture."""
+    stored, expected = _read_weights(directory), model.state_dict()
+    _check_names(model, stored, expected, directory)
+    _check_shapes(stored, expected, directory)
+    model.load_state_dict(stored)
 
 
 def _describe(directory: Path) -> str:
@@ -259,10 +269,11 @@ def _artifacts_of(task: Task) -> dict[str, Any]:
         return {}
     with tempfile.TemporaryDirectory(prefix="yunlu-parts-") as directory:
         save(Path(directory))
-        return _read_artifacts(Path(directory))
+        return read_exported(Path(directory))
 
 
-def _read_artifacts(directory: Path) -> dict[str, Any]:
+def read_exported(directory: Path) -> dict[str, Any]:
+    """Artifacts beside exported weights; empty if there are none."""
     for name in _ARTIFACT_FILES:
         path = directory / name
         if path.is_file():

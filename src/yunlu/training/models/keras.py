@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,14 @@ class KerasModule(nn.Module):
         count = len(getattr(model, "inputs", None) or inputs)
         arguments = inputs[0] if count == 1 else list(inputs[:count])
         return model(arguments, training=self.training)
+
+    def save(self, path: Path) -> None:
+        """Save as Keras does: architecture and weights."""
+        model: Any = self.keras_model
+        with warnings.catch_warnings():
+            # Keras hands torch's weights to NumPy in a way that NumPy 2 warns of.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            model.save(path)
 
 
 def load_keras(spec: ModelSpec) -> nn.Module:

@@ -1,4 +1,16 @@
-"""A compact pre-norm transformer: layers, the causal language model and the classifier.
+"""Compact pre-norm transformers: causal, classifier, encoder–decoder; with µP initialisation.
+
+Maximal-update parametrisation (µP) of the built-in transformers: one learning rate for all widths.
+In a wider model each step of Adam changes the output of a matrix more, since more inputs change together.
+µP compensates (Yang et al. 2022, arXiv 2203.03466, table 8): the learning rate of matrices between hidden
+layers falls with the width, the logits are divided by it, and attention divides by the width of a head
+instead of its root. Hyperparameters tuned on a narrow model then transfer to a wide one.
+
+Here all weights keep one learning rate. Adam is invariant to the scale of a gradient, so a matrix that is
+``ratio`` times larger and whose input is divided by ``ratio`` behaves as with a ``ratio`` times smaller
+rate (ibid., lemma J.1). Schedules, sharding, servers and checkpoints are not affected, and AdamW's decay
+takes the same share of a weight at each width (Wang and Aitchison 2024, arXiv 2405.13698). Valid for Adam
+and AdamW only.
 
 Shapes: B batch, L length, S length of the memory attended to, D width, H heads, K width of a head,
 V vocabulary, C classes. A mask is true where a token is real.
@@ -6,11 +18,16 @@ V vocabulary, C classes. A mask is true where a token is real.
 Samples can also come packed: laid end to end in one row of T tokens without a batch axis, with their
 lengths instead of a mask. All layers but attention work on each token by itself and never notice;
 attention is computed for each sample alone, so none can see another.
+
+The encoder–decoder transformer.
+Shapes: B batch, S source length, T target length, D width, V vocabulary. Packed samples have no
+batch axis: see the transformer.
 """
 
 # ruff: noqa: N803, N806 - capital letters in names are shapes
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,10 +35,74 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mup import STANDARD, WidthRule, find_width_rule, make_norm, scale_input
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthRule:
+    """Scaling relative to the base width; none by default."""
+
+    ratio: float = 1.0
+    """Width over the base width."""
+    attention_scale: float | None = None
+    """Scale of attention scores; None for one over the root of the head width."""
+
+    @property
+    def gain(self) -> float:
+        """Factor on the input of each matrix."""
+        return 1 / self.ratio
+
+
+STANDARD = WidthRule()
+
+
+def find_width_rule(
+    width: int, heads: int, *, mup_base: int | None, mup_heads: int | None
+) -> WidthRule:
+    """The scaling of a model tuned at width ``mup_base`` with ``mup_heads`` heads.
+
+    Without ``mup_heads`` the base has as many heads as the model.
+    """
+    if mup_base is None:
+        if mup_heads is not None:
+            raise ModelError(
+                "model.args.mup_heads is the number of heads of the base, but there is no base.",
+                hint="set model.args.mup_base to its width, or remove mup_heads",
+            )
+        return STANDARD
+    if mup_base < 1 or (mup_heads is not None and mup_heads < 1):
+        raise ModelError(
+            f"model.args: mup_base {mup_base} and mup_heads {mup_heads} must be at least 1."
+        )
+    head_width, base_head_width = width / heads, mup_base / (mup_heads or heads)
+    # At the base's own sizes the model is bit-equal.
+    scale = None if head_width == base_head_width else base_head_width**0.5 / head_width
+    return WidthRule(ratio=width / mup_base, attention_scale=scale)
+
+
+class ScaledNorm(nn.LayerNorm):
+    """A layer norm with a fixed gain."""
+
+    def __init__(self, width: int, gain: float) -> None:
+        super().__init__(width)
+        self.gain = gain
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise, times the gain."""
+        return super().forward(input) * self.gain
+
+
+def make_norm(width: int, rule: WidthRule) -> nn.LayerNorm:
+    """The norm before matrices: torch's own without a gain."""
+    return nn.LayerNorm(width) if rule.ratio == 1 else ScaledNorm(width, rule.gain)
+
+
+def scale_input(x: Tensor, rule: WidthRule) -> Tensor:
+    """Scale the input of a matrix that has no norm before it."""
+    return x if rule.ratio == 1 else x * rule.gain
+
 
 Positions = Literal["rotary", "learned"]
 
@@ -375,3 +456,109 @@ def check_sizes(*, width: int, layers: int, heads: int, dropout: float) -> None:
         )
     if not 0 <= dropout < 1:
         raise ModelError(f"model.args.dropout: {dropout} is not in [0, 1).")
+
+
+class Seq2SeqTransformer(nn.Module):
+    """Encoder-decoder transformer: logits of each next token of the target."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        max_length: int,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
+        positions: Positions = "rotary",
+    ) -> None:
+        """``layers``: number of encoder layers, and of decoder layers."""
+        super().__init__()
+        check_sizes(width=width, layers=layers, heads=heads, dropout=dropout)
+        # One embedding for both sides and the output: what is copied need not be translated.
+        self.embedding = Embedding(
+            vocabulary, width, heads, max_length=max_length, positions=positions, dropout=dropout
+        )
+        self.encoder = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(layers))
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(
+            Block(width, heads, dropout=dropout, crossed=True) for _ in range(layers)
+        )
+        self.decoder_norm = nn.LayerNorm(width)
+        initialize(self, residuals=3 * layers)
+
+    def forward(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor,
+        target_BT: Tensor,
+        target_lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``(B, T, V)`` for the token after each of ``target_BT``, which begins with ``bos``.
+
+        Packed sources come with their lengths in the place of the mask, packed targets with theirs.
+        """
+        if target_lengths_B is not None:
+            lengths, target_lengths = source_mask_BS.tolist(), target_lengths_B.tolist()
+            memory_SD = self.encode(source_BS, None, lengths)
+            return self.decode(target_BT, memory_SD, None, (target_lengths, lengths))
+        source_mask_BS = source_mask_BS.bool()
+        return self.decode(target_BT, self.encode(source_BS, source_mask_BS), source_mask_BS)
+
+    def encode(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor | None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The memory ``(B, S, D)`` that the decoder attends to."""
+        x_BSD, rotation = self.embedding(source_BS, lengths)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, mask_BL=source_mask_BS, rotation=rotation, lengths=lengths)
+        return self.encoder_norm(x_BSD)
+
+    def decode(
+        self,
+        target_BT: Tensor,
+        memory_BSD: Tensor,
+        source_mask_BS: Tensor | None,
+        packed: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    ) -> Tensor:
+        """Logits of the next token at each position of the target so far."""
+        lengths, memory_lengths = packed
+        x_BTD, rotation = self.embedding(target_BT, lengths)
+        for layer in self.decoder:
+            x_BTD = layer(
+                x_BTD,
+                causal=True,
+                rotation=rotation,
+                memory_BSD=memory_BSD,
+                memory_mask_BS=source_mask_BS,
+                lengths=lengths,
+                memory_lengths=memory_lengths,
+            )
+        return functional.linear(self.decoder_norm(x_BTD), self.embedding.token.weight)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source_BS: Tensor,
+        source_mask_BS: Tensor,
+        *,
+        bos: int,
+        eos: int,
+        max_length: int,
+    ) -> Tensor:
+        """Greedy decoding: ``(B, ≤ max_length)``, ``eos`` after each end."""
+        source_mask_BS = source_mask_BS.bool()
+        memory_BSD = self.encode(source_BS, source_mask_BS)
+        target_BT = source_BS.new_full((len(source_BS), 1), bos)
+        ended_B = torch.zeros(len(source_BS), dtype=torch.bool, device=source_BS.device)
+        for _ in range(min(max_length, self.embedding.max_length)):
+            next_B = self.decode(target_BT, memory_BSD, source_mask_BS)[:, -1].argmax(dim=-1)
+            next_B = next_B.masked_fill(ended_B, eos)
+            target_BT = torch.cat((target_BT, next_B[:, None]), dim=1)
+            ended_B |= next_B == eos
+            if bool(ended_B.all()):
+                break
+        return target_BT[:, 1:]

@@ -7,7 +7,7 @@ weight, linear in the gradient, so that error feedback works.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -94,7 +94,20 @@ class FrozenAdam(FusedAdam):
                     change(state["exp_avg_sq"], correction)
 
 
+@runtime_checkable
+class FreezableMoments(Protocol):
+    """What an optimiser has whose traits say ``can_freeze``."""
+
+    def freeze(self) -> None:
+        """Freeze the second moment; frozen already, it stays so."""
+        ...
+
+    def thaw(self) -> None:
+        """Unfreeze the second moment."""
+        ...
+
+
 def hold_moments(optimizer: object, *, held: bool) -> None:
     """Freeze or unfreeze the second moment, if the optimiser supports it."""
-    if isinstance(optimizer, FrozenAdam):
+    if isinstance(optimizer, FreezableMoments):
         optimizer.freeze() if held else optimizer.thaw()

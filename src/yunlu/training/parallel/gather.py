@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from yunlu.training.parallel.parallel_model import blank_like
 from yunlu.training.parallel.redistribute import redistribute
-from yunlu.training.parallel.tensor_slices import join_groups, weights_of
+from yunlu.training.tensor_slices import join_groups, weights_of
 
 if TYPE_CHECKING:
     from torch import nn

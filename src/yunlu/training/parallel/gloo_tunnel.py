@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import Store
 
 from yunlu.core.addresses import LOOPBACK, is_loopback
+from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import (
     HANDSHAKE_S,
     SecureLink,
     connect_link,
     derive_secret,
+    drop_sent,
 )
 from yunlu.core.settings import use_network_interface
 from yunlu.training.parallel.gloo_listeners import is_own_connection
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _MARK = struct.Struct("<4sI")
 _MAGIC = b"YLgt"
-_TARGET = struct.Struct("<H")
+_TARGET_BYTES = 64
 _SOCKADDR = struct.Struct("<H2s4s")
 """Family, port and address of an IPv4 ``sockaddr_in``."""
 _BUFFER_BYTES = 1 << 20
@@ -147,8 +149,8 @@ class _Pipe:
     link: SecureLink
     plain: socket.socket | None = None
     """None until a remote worker has said which port it wants."""
-    head: bytes = b""
-    to_link: deque[bytes] = field(default_factory=deque[bytes])
+    reader: FrameReader = field(default_factory=lambda: FrameReader(control_bytes=_TARGET_BYTES))
+    to_link: deque[memoryview] = field(default_factory=deque[memoryview])
     to_plain: deque[memoryview] = field(default_factory=deque[memoryview])
     is_over: bool = False
 
@@ -281,7 +283,7 @@ class GlooTunnel:
     def _connect(self, plain: socket.socket, peer: int, port: int) -> None:
         try:
             link = connect_link(self.peers[peer], self._secret, timeout_s=HANDSHAKE_S)
-            link.sendall(_TARGET.pack(port))
+            send_frame(link, {"port": port})
         except OSError:
             plain.close()  # gloo sees a closed connection
             return
@@ -321,15 +323,10 @@ class GlooTunnel:
     def _find_target(self, pipe: _Pipe) -> bool:
         """Whether a remote worker has said which port it wants; only ports of our own gloo can be reached."""
         try:
-            while len(pipe.head) < _TARGET.size:
-                data = pipe.link.recv(_TARGET.size - len(pipe.head))
-                if not data:
-                    raise ConnectionError
-                pipe.head += data
+            port = receive_frame(pipe.link, pipe.reader).control.get("port")
         except BlockingIOError:
             self._watch(pipe)
             return False
-        (port,) = _TARGET.unpack(pipe.head)
         if port not in self._own_ports.values():
             raise ConnectionError
         pipe.plain = socket.create_connection((LOOPBACK, port), timeout=HANDSHAKE_S)
@@ -388,15 +385,11 @@ def _pump(pipe: _Pipe) -> None:
                 data = pipe.plain.recv(_CHUNK_BYTES)
                 if not data:
                     raise EOFError
-                pipe.to_link.append(data)
+                pipe.to_link.append(memoryview(data))
                 is_moving = True
         with suppress(BlockingIOError):
             while pipe.to_link:
-                sent = pipe.link.send(pipe.to_link[0])
-                rest = pipe.to_link[0][sent:]
-                pipe.to_link.popleft()
-                if rest:
-                    pipe.to_link.appendleft(rest)
+                drop_sent(pipe.to_link, pipe.link.send(pipe.to_link[0]))
         with suppress(BlockingIOError):
             if _size(pipe.to_plain) < _BUFFER_BYTES:
                 buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -407,11 +400,7 @@ def _pump(pipe: _Pipe) -> None:
                 is_moving = True
         with suppress(BlockingIOError):
             while pipe.to_plain:
-                sent = pipe.plain.send(pipe.to_plain[0])
-                rest = pipe.to_plain[0][sent:]
-                pipe.to_plain.popleft()
-                if len(rest):
-                    pipe.to_plain.appendleft(rest)
+                drop_sent(pipe.to_plain, pipe.plain.send(pipe.to_plain[0]))
 
 
 def _is_pending(pipe: _Pipe) -> bool:
@@ -423,7 +412,7 @@ def _is_pending(pipe: _Pipe) -> bool:
         return True  # moving it raises the error
 
 
-def _size(pieces: deque[bytes] | deque[memoryview]) -> int:
+def _size(pieces: deque[memoryview]) -> int:
     return sum(map(len, pieces))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from yunlu.training.communication.buckets import split_buckets, starts_of
 from yunlu.training.gradient_noise import choose_positions
-from yunlu.training.parallel.tensor_slices import is_distributed, local_of
+from yunlu.training.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

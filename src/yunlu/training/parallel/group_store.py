@@ -6,7 +6,6 @@ fill it. One worker hosts it; the others connect. Process groups use it like any
 
 from __future__ import annotations
 
-import base64
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from yunlu.core.framing import Frame, FrameError, FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import (
     HANDSHAKE_S,
     LinkRefusedError,
@@ -24,7 +24,6 @@ from yunlu.core.secure_link import (
     connect_link,
     derive_secret,
 )
-from yunlu.runs.worker_group import FrameDecoder, FrameError, encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_CONNECTIONS = 4096
 _MAX_UNAUTHENTICATED = 64
 _RETRY_S = 0.05
+_VALUE_BYTES = 4 << 20
 
 
 class StoreServer:
@@ -102,10 +102,9 @@ class StoreServer:
             with self._changed, suppress(ValueError):
                 self._unauthenticated.remove(link)
             link.settimeout(None)
-            decoder = FrameDecoder()
-            while data := link.recv(1 << 16):
-                for request in decoder.feed(data):
-                    link.sendall(encode_frame(self._answer(request)))
+            reader = FrameReader(body_bytes=_VALUE_BYTES)
+            while not self._is_closed:
+                send_frame(link, *self._answer(receive_frame(link, reader)))
         except Exception:  # noqa: BLE001 (one connection must not end the others)
             return
         finally:
@@ -115,21 +114,23 @@ class StoreServer:
                 with suppress(ValueError):
                     self._unauthenticated.remove(link)
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "set": lambda asked: self._put(asked["key"], base64.b64decode(asked["value"])),
-            "get": lambda asked: {"value": _encode(self._values[asked["key"]])},
-            "wait": lambda asked: {"is_set": self._wait(asked["keys"], asked["timeout_s"])},
-            "check": lambda asked: {"is_set": self._has(asked["keys"])},
-            "add": self._add,
-            "compare_set": lambda asked: {"value": _encode(self._compare_set(asked))},
-            "delete": lambda asked: {
-                "is_deleted": self._values.pop(asked["key"], None) is not None
-            },
-            "count": lambda _: {"count": len(self._values)},
+    def _answer(self, frame: Frame) -> tuple[dict[str, Any], bytes]:
+        asked, value = frame.control, bytes(frame.body)
+        operations: dict[str, Callable[[], dict[str, Any] | bytes]] = {
+            "set": lambda: self._put(asked["key"], value),
+            "get": lambda: self._values[asked["key"]],
+            "wait": lambda: {"is_set": self._wait(asked["keys"], asked["timeout_s"])},
+            "check": lambda: {"is_set": self._has(asked["keys"])},
+            "add": lambda: {"total": self._add(asked["key"], asked["amount"])},
+            "compare_set": lambda: self._compare_set(
+                asked["key"], value[: asked["size"]], value[asked["size"] :]
+            ),
+            "delete": lambda: {"is_deleted": self._values.pop(asked["key"], None) is not None},
+            "count": lambda: {"count": len(self._values)},
         }
         with self._changed:
-            return operations[request["op"]](request)
+            answer = operations[asked["op"]]()
+        return ({}, answer) if isinstance(answer, bytes) else (answer, b"")
 
     def _put(self, key: str, value: bytes) -> dict[str, Any]:
         self._values[key] = value
@@ -139,16 +140,15 @@ class StoreServer:
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _add(self, request: dict[str, Any]) -> dict[str, Any]:
-        total = int(self._values.get(request["key"], b"0")) + request["amount"]
-        self._put(request["key"], str(total).encode())
-        return {"total": total}
+    def _add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._put(key, str(total).encode())
+        return total
 
-    def _compare_set(self, request: dict[str, Any]) -> bytes:
-        expected, wanted = (base64.b64decode(request[name]) for name in ("expected", "value"))
-        current = self._values.get(request["key"])
+    def _compare_set(self, key: str, expected: bytes, wanted: bytes) -> bytes:
+        current = self._values.get(key)
         if current == expected or (current is None and not expected):
-            self._put(request["key"], wanted)
+            self._put(key, wanted)
             return wanted
         return expected if current is None else current
 
@@ -171,7 +171,7 @@ class GroupStore(Store):
         super().__init__()
         self._address, self._secret, self._timeout = address, secret, timeout
         self._lock = threading.Lock()
-        self._decoder = FrameDecoder()
+        self._reader = FrameReader(body_bytes=_VALUE_BYTES)
         self._link = self._connect(time.monotonic() + timeout.total_seconds())
 
     def _connect(self, deadline: float) -> SecureLink:
@@ -208,57 +208,56 @@ class GroupStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
-        self._call(op="set", key=key, value=_encode(value))
+        self._call(_encode(value), op="set", key=key)
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
         self.wait([key])
-        return base64.b64decode(self._call(op="get", key=key)["value"])
+        return bytes(self._call(op="get", key=key).body)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set."""
         limit = timeout or self._timeout
-        if not self._call(op="wait", keys=keys, timeout_s=limit.total_seconds())["is_set"]:
+        if not self._call(op="wait", keys=keys, timeout_s=limit.total_seconds()).control["is_set"]:
             raise dist.DistStoreError(f"wait timeout after {limit}, keys: {', '.join(keys)}")
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
-        return self._call(op="check", keys=keys)["is_set"]
+        return self._call(op="check", keys=keys).control["is_set"]
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter."""
-        return self._call(op="add", key=key, amount=value)["total"]
+        return self._call(op="add", key=key, amount=value).control["total"]
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         """Set a value if the current one is as expected; returns the value then."""
         expected, wanted = _encode(expected_value), _encode(desired_value)
-        answer = self._call(op="compare_set", key=key, expected=expected, value=wanted)
-        return base64.b64decode(answer["value"])
+        size = len(expected)
+        return bytes(self._call(expected + wanted, op="compare_set", key=key, size=size).body)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; returns whether it was set."""
-        return self._call(op="delete", key=key)["is_deleted"]
+        return self._call(op="delete", key=key).control["is_deleted"]
 
     def num_keys(self) -> int:
         """Number of keys."""
-        return self._call(op="count")["count"]
+        return self._call(op="count").control["count"]
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (torch calls them by these names)
 
-    def _call(self, **request: Any) -> dict[str, Any]:
+    def _call(self, value: bytes = b"", **request: Any) -> Frame:
         with self._lock:
             try:
-                self._link.sendall(encode_frame(request))
-                while data := self._link.recv(1 << 16):
-                    for answer in self._decoder.feed(data):
-                        return answer
+                send_frame(self._link, request, value)
+                return receive_frame(self._link, self._reader)
+            except EOFError as error:
+                raise dist.DistNetworkError("The connection to the store ended.") from error
             except (OSError, FrameError) as error:
                 raise dist.DistNetworkError(
                     f"The connection to the store ended: {error}."
                 ) from error
-        raise dist.DistNetworkError("The connection to the store ended.")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -266,8 +265,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=256)
 
 
-def _encode(value: str | bytes) -> str:
-    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+def _encode(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _shut(link: SecureLink) -> None:

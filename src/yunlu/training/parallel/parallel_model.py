@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
-from yunlu.training.parallel.tensor_slices import is_distributed, local_of
 from yunlu.training.parallel.zero import OwnedWeights
+from yunlu.training.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, TensorSpec
+from yunlu.core.json_decode import decode_json
+from yunlu.training.tensor_slices import TensorShard, TensorSlice, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -331,7 +332,7 @@ def _parse_shards(described: list[Any]) -> list[ShardMetadata]:
 
 
 def _parse(data: Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+    return decode_json(data.cpu().numpy().tobytes())
 
 
 def _transfer_device(group: Any) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
-from yunlu.training.parallel.single_model import SingleModel
+from yunlu.training.single_worker import SingleModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from yunlu.training.models.batch_norm import SINGLE_SAMPLE  # pyright: ignore[reportPrivateUsage]
+from yunlu.training.models.networks import SINGLE_SAMPLE  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

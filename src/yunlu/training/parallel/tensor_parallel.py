@@ -34,13 +34,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.models.networks import MLP
 from yunlu.training.models.transformer import (
     Attention,
     Block,
     CausalTransformer,
     FeedForward,
+    Seq2SeqTransformer,
     TransformerClassifier,
 )
 from yunlu.training.parallel.tensor_parallel_plans import (

@@ -15,13 +15,13 @@ from torch import nn
 from yunlu.core.errors import ModelError
 from yunlu.training.models.adapter import has_adapter
 from yunlu.training.models.hf import is_hf
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.models.networks import MLP
 from yunlu.training.models.transformer import (
     Attention,
     CausalTransformer,
     Embedding,
     FeedForward,
+    Seq2SeqTransformer,
     TransformerClassifier,
 )
 

@@ -14,20 +14,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.core.errors import TrainingError
-from yunlu.planning.layout import AXES, Layout, RankCoordinates
+from yunlu.planning.layout import AXES
 from yunlu.training.communication.allreduce.doubling import doubling_allreduce
 from yunlu.training.communication.transport import connect
 from yunlu.training.parallel.gloo_listeners import close_listeners
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, open_sockets, shut
-from yunlu.training.parallel.tensor_slices import shard_of
+from yunlu.training.single_worker import SingleWorld
+from yunlu.training.tensor_slices import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
+    from yunlu.planning.layout import Layout
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 
@@ -40,12 +42,9 @@ _MEET_S = 600.0
 
 
 @dataclass(kw_only=True)
-class World:
+class World(SingleWorld):
     """All workers that take part in a step."""
 
-    layout: Layout
-    rank: int
-    device: torch.device
     mesh: DeviceMesh | None = None
     """Mesh over the axes of size above 1, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
@@ -67,24 +66,9 @@ class World:
     _joint: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
 
     @property
-    def coordinates(self) -> RankCoordinates:
-        """Coordinates of this worker in the layout."""
-        return self.layout.place_of(self.rank)
-
-    @property
-    def replica(self) -> int:
-        """Index of this worker's replica."""
-        return self.layout.replica_of(self.rank)
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Host of each worker, by address."""
         return (self.host,) * self.layout.world if self._quick is None else self._quick.hosts
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker has rank 0."""
-        return self.rank == 0
 
     def axis(self, *names: str) -> DeviceMesh | None:
         """The mesh of these axes, in the order of ``AXES``; None if all have size 1."""
@@ -122,11 +106,6 @@ class World:
         if group.size() == self.layout.world:
             return self.sum_over_all
         return partial(dist.all_reduce, group=group)
-
-    def broadcast_numbers(self, *numbers: float) -> list[float]:
-        """Broadcast the leader's numbers; all workers pass the same count."""
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return self.sum_over_all(values if self.is_leader else torch.zeros_like(values)).tolist()
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from yunlu.training.parallel.tensor_slices import local_of
+from yunlu.training.tensor_slices import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

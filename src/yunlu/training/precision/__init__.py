@@ -2,6 +2,6 @@
 
 from yunlu.training.precision.adaptive import PrecisionChange
 from yunlu.training.precision.autocast import Precision
-from yunlu.training.precision.device import check_precision
+from yunlu.training.precision.modules import check_precision
 
 __all__ = ["Precision", "PrecisionChange", "check_precision"]

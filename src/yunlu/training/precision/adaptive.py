@@ -21,17 +21,15 @@ from yunlu.training.precision.modules import (
     run_as_given,
     run_in_full,
 )
-from yunlu.training.precision.policy import judge
-from yunlu.training.precision.range_probes import FiniteProbe, RangeProbe
-from yunlu.training.precision.ranges import FloatFormat
-from yunlu.training.precision.spikes import SpikeDetector
+from yunlu.training.precision.policy import SpikeDetector, judge
+from yunlu.training.precision.ranges import FiniteProbe, FloatFormat, RangeProbe
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torch import nn
 
-    from yunlu.training.precision.loss_scale import LossScale
+    from yunlu.training.precision.policy import LossScale
 
 LONGEST_WAIT = 128
 """Longest interval between probes, in steps."""

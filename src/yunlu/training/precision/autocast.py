@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yunlu.training.precision.adaptive import Adaptive, PrecisionChange
-from yunlu.training.precision.device import check_precision
-from yunlu.training.precision.fp32_ops import keep_in_fp32
-from yunlu.training.precision.loss_scale import LossScale
+from yunlu.training.precision.modules import check_precision, keep_in_fp32
+from yunlu.training.precision.policy import LossScale
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -1,17 +1,113 @@
-"""Decision which modules can use low precision, and at which loss scale; pure functions."""
+"""Which modules can use low precision, at which loss scale, and what a loss spike is; pure functions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from yunlu.training.precision.range_probes import BACKWARD, FORWARD
+import torch
+
+from yunlu.training.precision.ranges import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+    from torch.optim import Optimizer
+
     from yunlu.training.precision.ranges import FloatFormat, ValueRange
+
+_DECAY = 0.95
+_WARM = 20
+_DEVIATIONS = 8.0
+
+
+class SpikeDetector:
+    """Detects losses far above the running mean."""
+
+    def __init__(self) -> None:
+        self._mean = self._square = 0.0
+        self._count = 0
+
+    def add(self, loss: float) -> bool:
+        """Add one loss; true if it is a spike. Spikes do not enter the statistics."""
+        if not math.isfinite(loss):
+            return False
+        deviation = math.sqrt(max(self._square - self._mean**2, 0.0))
+        if self._count >= _WARM and loss > self._mean + _DEVIATIONS * deviation + abs(self._mean):
+            return True
+        weight = max(1 - _DECAY, 1 / (self._count + 1))
+        self._mean += weight * (loss - self._mean)
+        self._square += weight * (loss**2 - self._square)
+        self._count += 1
+        return False
+
+    def state(self) -> list[float]:
+        """State for a checkpoint."""
+        return [self._mean, self._square, self._count]
+
+    def restore(self, state: list[float]) -> None:
+        """Continue from a checkpoint."""
+        self._mean, self._square, count = state
+        self._count = int(count)
+
+
+SMALLEST, LARGEST = 2.0**-14, 2.0**24
+"""Bounds: below, halving would end at zero; above, nothing is gained."""
+
+
+class LossScale:
+    """torch's ``GradScaler`` (doubles after 2000 good steps, halves on overflow), kept in bounds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type)
+        self.value: float = self._scaler.get_scale()
+        self.skips = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from; the same factor for all micro-batches of a step."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients, and record whether one is not finite."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Update unless a gradient overflowed, then adjust the scale; true if applied."""
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        # Only an overflow lowers the scale: reading it synchronises with the GPU only once.
+        scale = self._scaler.get_scale()
+        applied = scale >= self.value
+        self.skips += not applied
+        self.value = scale
+        if not SMALLEST <= scale <= LARGEST:
+            self.set(scale)
+        return applied
+
+    def set(self, value: float) -> None:
+        """Set the scale."""
+        self.value = min(max(value, SMALLEST), LARGEST)
+        self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": self.value})
+
+    def skip(self) -> None:
+        """Reset the scaler after a skipped step; the scale stays."""
+        self._scaler.scale(torch.zeros((), device=self._device))  # initialises the scaler if needed
+        self._scaler.update(self.value)
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {**self._scaler.state_dict(), "skips": self.skips}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        scaler_state = dict(state)
+        self.skips = scaler_state.pop("skips", 0)
+        self._scaler.load_state_dict(scaler_state)
+        self.value = self._scaler.get_scale()
+
 
 POWERS = range(-14, 25)
 """Loss scales to choose from, as powers of two."""

@@ -1,23 +1,33 @@
-"""Value ranges of a module, and whether a low precision can represent them.
+"""Value ranges of modules, probed in one step, and whether a low precision can represent them.
 
 A range is a histogram of magnitudes by power of two. Values that are exactly zero in a precision with
 the range of FP32 (after a ReLU, in an unused row of an embedding) are true zeros and do not
 count: underflow is distinguished from sparsity.
+
+Probes of one step: its value ranges, and the first module whose output is not finite.
+Hooks exist only during a probe, and results are read from the device once at the end: a step without
+a probe costs nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
+from yunlu.training.precision.modules import is_covered, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
 _LOWEST = -150
 """One below FP32's smallest power of two: the bin of exact zeros."""
@@ -105,3 +115,178 @@ def read(measured: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[tuple[str
         key: ValueRange(top=top, counts=tuple(counts))
         for key, (top, *counts) in zip(measured, rows, strict=True)
     }
+
+
+FORWARD = ("inputs", "outputs", "weights")
+BACKWARD = ("input gradients", "output gradients", "weight gradients")
+_RATIO_SAMPLE = 1 << 12
+
+
+class RangeProbe:
+    """Ranges of activations and gradients in a step that runs with the range of FP32.
+
+    Values that FP16 would lose are still visible there: overflow and underflow are predicted for each
+    module, instead of inferred from infinities and zeros afterwards.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._measured: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        self._weight_hooks: list[RemovableHandle] = []
+        self._before: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def hooks(self) -> Generator[None]:
+        """Hooks around the forward pass of each micro-batch; gradients are recorded in the backward pass."""
+        if not self._weight_hooks:
+            self._hook_weights()
+        hooks: list[RemovableHandle] = []
+        for name, module in self._modules.items():
+            entering, leaving = partial(self._enter, name), partial(self._leave, name)
+            hooks.append(module.register_forward_pre_hook(entering))
+            hooks.append(module.register_forward_hook(leaving))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def before_update(self) -> None:
+        """Sample each module's weights before the update."""
+        self._before = {name: _sample(module) for name, module in self._modules.items()}
+
+    def read_ratios(self) -> dict[str, float]:
+        """Relative update size of each module's weights."""
+        pairs: dict[str, Tensor] = {}
+        for name, before in self._before.items():
+            if before:
+                old, new = torch.cat(before), torch.cat(_sample(self._modules[name]))
+                pairs[name] = torch.stack([(new - old).norm(), old.norm()])
+        if not pairs:
+            return {}
+        rows: list[list[float]] = torch.stack(list(pairs.values())).tolist()
+        return {
+            name: moved / norm
+            for name, (moved, norm) in zip(pairs, rows, strict=True)
+            if norm > 0  # undefined for weights that start at zero
+        }
+
+    def read_ranges(self) -> dict[str, dict[str, ValueRange]]:
+        """Ranges by module and kind."""
+        self.close()
+        by_module: dict[str, dict[str, ValueRange]] = {}
+        for (name, kind), span in read(self._measured).items():
+            by_module.setdefault(name, {})[kind] = span
+        return by_module
+
+    def close(self) -> None:
+        """Remove the remaining hooks."""
+        for hook in self._weight_hooks:
+            hook.remove()
+        self._weight_hooks = []
+
+    def _hook_weights(self) -> None:
+        for name, module in self._modules.items():
+            for weight in module.parameters():
+                if weight.is_floating_point() and weight.numel():
+                    self._record(name, "weights", weight)
+                    if weight.requires_grad:
+                        record = partial(self._record, name, "weight gradients")
+                        self._weight_hooks.append(weight.register_hook(record))
+
+    def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A separate view gives this module's gradient, not that of others with the same input;
+        # one view for each tensor, since attention checks whether query and key are identical.
+        views: dict[int, Tensor] = {}
+        for value in args:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                self._record(name, "inputs", value)
+                if value.requires_grad and id(value) not in views:
+                    views[id(value)] = value.view_as(value)
+                    views[id(value)].register_hook(partial(self._record, name, "input gradients"))
+        return tuple(views.get(id(value), value) for value in args)
+
+    def _leave(self, name: str, _module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
+        # A hook on a view is lost if the next layer works in place; one on a copy is not.
+        outputs = outputs.clone() if isinstance(outputs, Tensor) else outputs
+        for value in tensors_in(outputs):
+            if value.is_floating_point() and value.numel():
+                self._record(name, "outputs", value)
+                if value.requires_grad:
+                    value.register_hook(partial(self._record, name, "output gradients"))
+        return outputs
+
+    def _record(self, name: str, kind: str, values: Tensor) -> None:
+        with torch.no_grad():
+            self._measured[name, kind].append(measure(values))
+
+
+class FiniteProbe:
+    """Finds the modules where a low-precision forward pass first stops being finite."""
+
+    def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+        self._model, self._candidates = model, candidates
+        self._names: list[str] = []
+        self._flags: list[Tensor] = []
+
+    @contextmanager
+    def hooks(self) -> Generator[None]:
+        """Hooks around the forward pass of each micro-batch."""
+        hooks = [
+            module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
+            for name, module in self._model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def read_culprits(self) -> list[str]:
+        """Innermost modules with finite inputs and infinite outputs, in forward order."""
+        if not self._flags:
+            return []
+        rows: list[list[bool]] = torch.stack(self._flags).tolist()
+        culprits: list[str] = []
+        for name, (bad_input, bad_output) in zip(self._names, rows, strict=True):
+            # Inner modules finish first: an inner culprit explains its parent.
+            explained = any(is_covered(culprit, (name,)) for culprit in culprits)
+            if bad_output and not bad_input and not explained:
+                culprits.append(name)
+        return culprits
+
+    def _leave(
+        self,
+        name: str,
+        _module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+    ) -> None:
+        trusted = name in self._candidates
+        # Masks may contain minus infinity; other tensors without gradient are ignored.
+        results = [value for value in tensors_in(outputs) if trusted or value.requires_grad]
+        with torch.no_grad():
+            bad_input = _any(
+                ~value.isfinite() if value.requires_grad else value.isnan() | value.isposinf()
+                for value in tensors_in((args, kwargs))
+                if value.is_floating_point()
+            )
+            bad_output = _any(~value.isfinite() for value in results if value.is_floating_point())
+        if bad_output is not None:
+            bad_input = torch.zeros_like(bad_output) if bad_input is None else bad_input
+            self._names.append(name)
+            self._flags.append(torch.stack([bad_input.to(bad_output.device), bad_output]))
+
+
+def _any(parts: Generator[Tensor]) -> Tensor | None:
+    by_module = [part.any() for part in parts]
+    return torch.stack(by_module).any() if by_module else None
+
+
+def _sample(module: nn.Module) -> list[Tensor]:
+    """A small sample of the weights."""
+    weights = [
+        weight.detach().reshape(-1) for weight in module.parameters() if weight.requires_grad
+    ]
+    return [weight[:: max(1, len(weight) // _RATIO_SAMPLE)].float().clone() for weight in weights]

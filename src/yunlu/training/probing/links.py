@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.json_decode import decode_json
+from yunlu.core.processes import end_with_parent, piped_process
 from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
 from yunlu.training.parallel.gloo_listeners import close_listeners
 from yunlu.training.parallel.gloo_tunnel import keep_on_loopback
 from yunlu.training.parallel.sockets import open_sockets
-from yunlu.training.probing.child_process import end_with_parent, start_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +51,8 @@ def measure_start_and_link(
     with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
         store = str(Path(directory) / "store")
         began_at = time.time()
-        with start_child([*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]) as child:
+        command = [*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]
+        with piped_process(command) as child:
             assert child.stdout is not None
             line = child.stdout.readline()
             if not line:

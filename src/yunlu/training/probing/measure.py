@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from yunlu.core.private_files import make_directory
+from yunlu.core.processes import end_with_parent
 from yunlu.core.settings import read_settings
-from yunlu.planning.machine_profile import MachineProfile, make_monotonic
+from yunlu.planning.machine_profile import DiskFigures, MachineProfile, make_monotonic
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing.child_process import end_with_parent
 from yunlu.training.probing.microbenchmarks import (
     ATTENTIONS,
     CONVOLUTIONS,
@@ -28,23 +31,54 @@ from yunlu.training.probing.microbenchmarks import (
     bench_for,
     measure_attention,
     measure_bandwidth,
+    measure_call,
     measure_convolutions,
+    measure_mixed,
     measure_moves,
     measure_products,
     with_threads,
 )
-from yunlu.training.probing.model_benchmarks import measure_call, measure_mixed
 from yunlu.training.probing.profile_store import save_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.machine_profile import KernelTiming, Kind
     from yunlu.training.probing.microbenchmarks import Bench
 
     Part = tuple[str, Callable[[], dict[str, Any]]]
     ProgressCallback = Callable[[str, int, int], None]
+
+SIZE = 64 << 20
+_CHUNK = 4 << 20
+
+
+def measure_disk(folder: Path, size: int = SIZE, *, trials: int = 2) -> DiskFigures:
+    """Best of a few trials; the file is deleted."""
+    make_directory(folder)
+    chunk = os.urandom(min(_CHUNK, size))  # random bytes: a disk may compress repetitions
+    written: list[float] = []
+    read: list[float] = []
+    for _ in range(trials):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".yunlu-probe-") as file:
+            started_at = time.perf_counter()
+            for _ in range(max(size // len(chunk), 1)):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            written.append(time.perf_counter() - started_at)
+            if hasattr(os, "posix_fadvise"):  # else it would be read from the page cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            started_at = time.perf_counter()
+            while file.read(_CHUNK):
+                pass
+            read.append(time.perf_counter() - started_at)
+    total = max(size // len(chunk), 1) * len(chunk)
+    return DiskFigures(write_bytes_per_s=total / min(written), read_bytes_per_s=total / min(read))
+
 
 _ARRAY_BYTES = 64 << 20
 _QUICK_ARRAY_BYTES = 16 << 20
@@ -174,7 +208,6 @@ def _start_and_link() -> dict[str, Any]:
 
 
 def _disk() -> dict[str, Any]:
-    from yunlu.training.probing.disk import measure_disk  # noqa: PLC0415 - only here
 
     try:
         return {"disk": measure_disk(read_settings().home)}

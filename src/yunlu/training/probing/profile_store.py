@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from yunlu.hardware.machine import Machine
+    from yunlu.hardware.fleet import Machine
     from yunlu.planning.calibration import Calibration
     from yunlu.planning.machine_profile import MachineProfile
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +22,9 @@ from yunlu.training.data.images import (
 )
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
-from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
-from yunlu.training.models.initial_weights import read_artifacts
+from yunlu.training.models.initial_weights import read_artifacts, read_exported
+from yunlu.training.models.networks import ConvNet
 from yunlu.training.tasks.media import (
     LABEL_NAMES,
     LabelledSamples,
@@ -128,6 +129,21 @@ class ImageClassification(SingleLabelTask):
         text = json.dumps(parts, indent=2, ensure_ascii=False)
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
 
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the preprocessing settings and the labels."""
+        settings = read_exported(directory)
+        self.labels = Labels(settings["labels"])
+        sizes = {key: settings[key] for key in ("channels", "height", "width")}
+        self.shape, self._scale = ImageShape(**sizes), settings["scale"]
+        self._set_normalisation(settings["mean"], settings["deviation"])
+        self._label_smoothing, self._by_name = 0.0, names_hf(job.model.name)
+
+    def _encode_inputs(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """Paths or URLs of images, or arrays of the training data's form."""
+        column = inputs if isinstance(inputs, np.ndarray) else list(inputs)
+        images = load_images(column, self.shape)
+        return [images[index] for index in range(len(images))]
+
     def _read_part(
         self, table: DataTable | None, images: str, target: str, part: str
     ) -> LabelledSamples[ImageArrays | ImageFiles] | None:
@@ -149,6 +165,9 @@ class ImageClassification(SingleLabelTask):
             mean, deviation = preprocessor["image_mean"], preprocessor["image_std"]
         else:
             mean, deviation = measure(images, self._scale)
+        self._set_normalisation(mean, deviation)
+
+    def _set_normalisation(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
         self._mean, self._deviation = (
             torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
             for values in (mean, deviation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from yunlu.training.data.audio import FRAMES_PER_SECOND, AudioFeatures, Waveform
 from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
 from yunlu.training.models.build import build_model, check_call
-from yunlu.training.models.cnn import ConvNet
 from yunlu.training.models.hf import names_hf
+from yunlu.training.models.initial_weights import read_exported
+from yunlu.training.models.networks import ConvNet
 from yunlu.training.tasks.media import (
     AUDIO_NAMES,
     LABEL_NAMES,
@@ -26,6 +27,7 @@ from yunlu.training.tasks.media import (
     ends_in_softmax,
     label_config,
     read_hf_config,
+    restore_front_end,
     sole_input,
     wants_mask,
 )
@@ -112,6 +114,18 @@ class KeywordSpotting(SingleLabelTask):
         parts = {"labels": self.labels.names, "length": self.length, **self.front.describe()}
         text = json.dumps(parts, indent=2, ensure_ascii=False)
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the front-end settings and the labels."""
+        settings = read_exported(directory)
+        self.labels, self.length = Labels(settings["labels"]), settings["length"]
+        self.front = restore_front_end(settings)
+        self._label_smoothing = 0.0
+        self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
+
+    def _encode_inputs(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """Paths or URLs of sounds, or mono waveforms at the model's sample rate."""
+        return AudioFeatures(list(inputs), self.front).cached
 
     def _read_part(
         self, table: DataTable | None, sounds: str, target: str, part: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from yunlu.training.data.text import (
     fit_length,
     id_type,
     pad,
+    parts_of,
+    restore_tokenizer,
     save_tokenizer,
     texts_of,
     token_config,
@@ -32,7 +34,15 @@ from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.tasks.decoding import GenerativeOutputs, extend
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
-from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+from yunlu.training.tasks.task import (
+    Batch,
+    Evaluation,
+    Example,
+    ModelPrediction,
+    Splits,
+    call,
+    logits_of,
+)
 from yunlu.training.tasks.text_classification import TEXT_NAMES
 
 if TYPE_CHECKING:
@@ -131,6 +141,25 @@ class LanguageModeling:
     def save_artifacts(self, directory: Path) -> None:
         """Save the tokenizer and its settings."""
         save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the tokenizer and its settings."""
+        self.tokenizer, settings = restore_tokenizer(directory)
+        self.max_length = settings["max_length"]
+        self._label_smoothing, self._by_name = 0.0, names_hf(job.model.name)
+
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The continuation of each text, the likeliest token at a time."""
+        room = max(self.max_length - _WRITTEN, self.max_length // 2, 1)
+        prompts = [parts_of(text)[0] for text in inputs]
+        written: list[ModelPrediction] = []
+        # One by one: padding would be read as text.
+        for ids in self.tokenizer.encode_batch(prompts):
+            prompt = torch.tensor([ids[-room:] or [self.tokenizer.bos]])
+            tokens = self._generate(model, prompt, _WRITTEN)[0].tolist()
+            end = tokens.index(self.tokenizer.eos) if self.tokenizer.eos in tokens else len(tokens)
+            written.append(ModelPrediction(value=self.tokenizer.decode(tokens[:end])))
+        return written
 
     def _generate(self, model: nn.Module, prompts: Tensor, count: int) -> Tensor:
         def logits_for(ids: Tensor) -> Tensor:

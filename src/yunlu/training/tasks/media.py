@@ -16,8 +16,8 @@ from yunlu.core.settings import read_limits
 from yunlu.training.data.audio import LogMelFrontEnd, WaveformFrontEnd, read_audio
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import check_config, find_hf_directory, names_hf
-from yunlu.training.tasks.scoring import ClassScorer, loss_sum
-from yunlu.training.tasks.task import Batch, call, logits_of
+from yunlu.training.tasks.scoring import ClassScorer, loss_sum, predict_labels
+from yunlu.training.tasks.task import Batch, ModelPrediction, call, logits_of
 
 if TYPE_CHECKING:
     from yunlu.spec.job import DataSpec, Job, ModelSpec
@@ -149,8 +149,21 @@ class SingleLabelTask:
         """Accuracy, macro-F1 and confusion."""
         return ClassScorer(self.labels.names)
 
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The most likely label of each input, and the probability of every label."""
+        batch = self.collate([(encoded, 0) for encoded in self._encode_inputs(inputs)])
+        return predict_labels(self.loss(model, batch)[1], self.labels.names)
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Pairs of an input and the index of its label to one batch."""
+        raise NotImplementedError
+
     def _outputs_of(self, model: nn.Module, batch: Batch) -> Any:
         return call(model, batch)
+
+    def _encode_inputs(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Inputs as in the samples of a split."""
+        raise NotImplementedError
 
 
 def ends_in_softmax(model: Any) -> bool:
@@ -208,6 +221,16 @@ def choose_front_end(job: Job, first: Any) -> LogMelFrontEnd | WaveformFrontEnd:
         check_sample_rate(job.model.name, usual, read_limits())
         return WaveformFrontEnd(usual if sample_rate == "auto" else sample_rate)
     return LogMelFrontEnd(read_audio(first)[1] if sample_rate == "auto" else sample_rate)
+
+
+def restore_front_end(settings: dict[str, Any]) -> LogMelFrontEnd | WaveformFrontEnd:
+    """The audio front end that an export describes."""
+    check_sample_rate("preprocessing.json", settings["sample_rate"], read_limits())
+    if settings["input"] == "wave":
+        return WaveformFrontEnd(settings["sample_rate"])
+    front = LogMelFrontEnd(settings["sample_rate"])
+    front.restore(settings["mean"], settings["deviation"])
+    return front
 
 
 def wants_mask(config: Any) -> bool:

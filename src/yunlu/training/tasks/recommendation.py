@@ -15,10 +15,20 @@ from yunlu.core.errors import DataError, ModelError
 from yunlu.core.files import write_atomically
 from yunlu.training.data.features import conventional_column, find_column
 from yunlu.training.data.sources import Tables, load_tables
+from yunlu.training.data.table import rows_to_table
 from yunlu.training.models.build import build_model
-from yunlu.training.models.matrix_factorization import MatrixFactorization
+from yunlu.training.models.initial_weights import read_exported
+from yunlu.training.models.networks import MatrixFactorization
 from yunlu.training.tasks.scoring import RegressionScorer
-from yunlu.training.tasks.task import Batch, Evaluation, Scorer, Splits, call, logits_of
+from yunlu.training.tasks.task import (
+    Batch,
+    Evaluation,
+    ModelPrediction,
+    Scorer,
+    Splits,
+    call,
+    logits_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,6 +165,29 @@ class Recommendation:
         }
         text = json.dumps(parts, ensure_ascii=False)
         write_atomically(directory / "recommendation.json", text)
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read ``recommendation.json``."""
+        del job
+        settings = read_exported(directory)
+        columns = settings["columns"]
+        self._columns = (columns["user"], columns["item"], columns["rating"])
+        self._users = {name: index for index, name in enumerate(settings["users"], 1)}
+        self._items = {name: index for index, name in enumerate(settings["items"], 1)}
+        self._mean, self._std = settings["mean"], settings["std"]
+        self.metric = "auc" if self._columns[2] is None else "rmse"
+
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The rating of each pair of user and item, or the probability that the item is chosen."""
+        users, items = self._numbers(rows_to_table(inputs, self._columns[:2]))
+        samples = UserItemSamples(
+            users[:, None], items[:, None], np.zeros((len(users), 1), dtype=np.float32)
+        )
+        batch = self.collate(samples.__getitems__(list(range(len(users)))))
+        scores = logits_of(self.loss(model, batch)[1]).double().reshape(-1)
+        is_choice = self._columns[2] is None
+        values = scores.sigmoid() if is_choice else scores * self._std + self._mean
+        return [ModelPrediction(value=value) for value in values.tolist()]
 
     def _rated(self, table: DataTable, rating: str, part: str) -> UserItemSamples:
         users, items = self._numbers(table)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yunlu.training.tasks.task import Batch, Confusion, Evaluation, logits_of
+from yunlu.training.tasks.task import Batch, Confusion, Evaluation, ModelPrediction, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,17 @@ def loss_sum(
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
     )
+
+
+def predict_labels(outputs: Any, labels: list[str]) -> list[ModelPrediction]:
+    """The most likely label of each sample, by the outputs that a scorer would read."""
+    logits = logits_of(outputs).reshape(-1, len(labels))
+    rows: list[list[float]] = logits.float().softmax(dim=-1).tolist()
+    bests: list[int] = logits.argmax(dim=-1).tolist()
+    return [
+        ModelPrediction(value=labels[best], scores=dict(zip(labels, row, strict=True)))
+        for row, best in zip(rows, bests, strict=True)
+    ]
 
 
 class ClassScorer:

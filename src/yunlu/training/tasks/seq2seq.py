@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from yunlu.training.data.text import (
     encode,
     fit_length,
     pad,
+    parts_of,
+    restore_tokenizer,
     save_tokenizer,
     texts_of,
     token_config,
@@ -26,10 +28,18 @@ from yunlu.training.data.text import (
 from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
+from yunlu.training.models.transformer import Seq2SeqTransformer
 from yunlu.training.tasks.decoding import GenerativeOutputs, extend, unwrapped
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
-from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, call, logits_of
+from yunlu.training.tasks.task import (
+    Batch,
+    Evaluation,
+    Example,
+    ModelPrediction,
+    Splits,
+    call,
+    logits_of,
+)
 from yunlu.training.tasks.transcripts import edit_distance
 
 if TYPE_CHECKING:
@@ -156,7 +166,23 @@ class Seq2Seq:
 
     def save_artifacts(self, directory: Path) -> None:
         """Save the tokenizer and its settings."""
-        save_tokenizer(self.tokenizer, directory, max_length=self.max_length)
+        settings = {"max_length": self.max_length, "longest_answer": self._longest_answer}
+        save_tokenizer(self.tokenizer, directory, **settings)
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the tokenizer and its settings."""
+        self.tokenizer, settings = restore_tokenizer(directory)
+        self.max_length = settings["max_length"]
+        self._longest_answer = settings.get("longest_answer", self.max_length)
+        self._label_smoothing, self._by_name = 0.0, names_hf(job.model.name)
+
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The answer to each text, the likeliest token at a time."""
+        sources = [parts_of(text)[0] for text in inputs]
+        pairs = self._encode(sources, [""] * len(sources), self.max_length)
+        batch = self.collate([pairs[index] for index in range(len(pairs))])
+        answers = self._generate(model, batch, batch.samples).tolist()
+        return [ModelPrediction(value=decode_answer(self.tokenizer, ids)) for ids in answers]
 
     @torch.no_grad()
     def _generate(self, model: nn.Module, batch: Batch, count: int) -> Tensor:
@@ -248,25 +274,23 @@ class GenerationScorer:
         for source, answer, truth in zip(
             sources.tolist(), answers.tolist(), batch.targets.tolist(), strict=False
         ):
-            expected = self._decode(truth)
-            generated = self._decode(answer)
+            expected = decode_answer(self._tokenizer, truth)
+            generated = decode_answer(self._tokenizer, answer)
             self._generated += 1
             self._exact += generated == expected
             self._edits += edit_distance(generated, expected)
             self._letters += len(expected)
             examples = self._matched if generated == expected else self._wrong
             if len(examples) < _EXAMPLES:
-                shown = self._decode(source)
+                shown = decode_answer(self._tokenizer, source)
                 examples.append(Example(input=shown, expected=expected, predicted=generated))
 
-    def _decode(self, ids: list[int]) -> str:
-        """The text before ``eos``."""
-        eos = self._tokenizer.eos
-        generated = ids[: ids.index(eos)] if eos in ids else ids
-        nothing = {IGNORED, self._tokenizer.pad}
-        return self._tokenizer.decode(
-            [token for token in generated if token not in nothing]
-        ).strip()
+
+def decode_answer(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text before ``eos``."""
+    generated = ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids
+    nothing = {IGNORED, tokenizer.pad}
+    return tokenizer.decode([token for token in generated if token not in nothing]).strip()
 
 
 def _pair_columns(table: DataTable, job: Job) -> tuple[str, str]:

@@ -29,16 +29,18 @@ from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.build import build_model, check_call
-from yunlu.training.models.conv_gru import ConvGRU
 from yunlu.training.models.hf import names_hf
+from yunlu.training.models.initial_weights import read_exported
+from yunlu.training.models.networks import ConvGRU
 from yunlu.training.tasks.media import (
     AUDIO_NAMES,
     choose_front_end,
     read_hf_config,
+    restore_front_end,
     sole_input,
     wants_mask,
 )
-from yunlu.training.tasks.task import Batch, Splits, call, logits_of
+from yunlu.training.tasks.task import Batch, ModelPrediction, Splits, call, logits_of
 from yunlu.training.tasks.transcripts import Characters, TranscriptScorer, clean_text
 
 if TYPE_CHECKING:
@@ -183,10 +185,28 @@ class SpeechToText:
         parts = {
             "characters": {str(code): symbol for code, symbol in self.characters.symbols.items()},
             "blank": self.characters.blank,
+            "size": self.characters.size,
             **self.front.describe(),
         }
         text = json.dumps(parts, indent=2, ensure_ascii=False)
         (directory / "preprocessing.json").write_text(text + "\n", encoding="utf-8")
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the front-end settings and the characters."""
+        settings = read_exported(directory)
+        symbols = {int(code): symbol for code, symbol in settings["characters"].items()}
+        size = settings.get("size", len(symbols) + 1)
+        self.characters = Characters(symbols, blank=settings["blank"], size=size)
+        self.front = restore_front_end(settings)
+        self._with_mask = names_hf(job.model.name) and wants_mask(read_hf_config(job.model))
+
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The transcript of each sound: paths, URLs, or waveforms at the model's sample rate."""
+        sounds = AudioFeatures(list(inputs), self.front).cached
+        batch = self.collate([(sound, "", "") for sound in sounds])
+        scores, lengths = self.loss(model, batch)[1]
+        rows = zip(scores.argmax(dim=-1).tolist(), lengths.tolist(), strict=True)
+        return [ModelPrediction(value=self.characters.decode(row[:length])) for row, length in rows]
 
     def _read_part(
         self, table: DataTable | None, sounds: str, texts: str, part: str

@@ -14,11 +14,12 @@ from yunlu.core.errors import DataError, ModelError, did_you_mean
 from yunlu.core.files import write_atomically
 from yunlu.training.data.features import FeatureMap, find_column, fit_features, is_numeric
 from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import rows_to_table
 from yunlu.training.models.build import build_model
-from yunlu.training.models.initial_weights import read_artifacts
-from yunlu.training.models.mlp import MLP
-from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum
-from yunlu.training.tasks.task import Batch, Splits, call, logits_of
+from yunlu.training.models.initial_weights import read_artifacts, read_exported
+from yunlu.training.models.networks import MLP
+from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer, loss_sum, predict_labels
+from yunlu.training.tasks.task import Batch, ModelPrediction, Splits, call, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +121,21 @@ class _Tabular(ABC):
         text = json.dumps(parts, ensure_ascii=False, indent=1)
         write_atomically(directory / "tabular.json", text)
 
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read ``tabular.json``."""
+        del job
+        settings = read_exported(directory)
+        self._target = settings["target"]
+        self._features = FeatureMap.model_validate(settings["features"])
+        self._restore_meaning(settings)
+
+    def _encode_rows(self, inputs: Sequence[Any], targets: torch.dtype) -> list[Rows]:
+        """Rows as mappings from column to value, or values in the order of the training columns."""
+        names = [part.name for part in (*self._features.numeric, *self._features.categories)]
+        table = rows_to_table(inputs, names)
+        features = torch.from_numpy(self._features.encode(table))
+        return [Rows(features, torch.zeros(len(features), dtype=targets))]
+
     def _samples(self, table: DataTable, part: str) -> RowSamples:
         features = torch.from_numpy(self._features.encode(table))
         return RowSamples(features, self._targets(table, part))
@@ -149,6 +165,10 @@ class _Tabular(ABC):
     @abstractmethod
     def _meaning(self) -> dict[str, Any]:
         """Meaning of the outputs, as JSON."""
+
+    @abstractmethod
+    def _restore_meaning(self, settings: dict[str, Any]) -> None:
+        """Read back the meaning of the outputs."""
 
 
 class TabularClassification(_Tabular):
@@ -201,8 +221,16 @@ class TabularClassification(_Tabular):
                 )
         return torch.tensor([index[label] for label in labels])
 
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The most likely label of each row."""
+        batch = self.collate(self._encode_rows(inputs, torch.int64))
+        return predict_labels(self.loss(model, batch)[1], self._labels)
+
     def _meaning(self) -> dict[str, Any]:
         return {"labels": self._labels}
+
+    def _restore_meaning(self, settings: dict[str, Any]) -> None:
+        self._labels, self._label_smoothing = settings["labels"], 0.0
 
 
 class TabularRegression(_Tabular):
@@ -236,8 +264,18 @@ class TabularRegression(_Tabular):
         scaled = (self._numbers(table, part) - self._mean) / self._std
         return torch.from_numpy(scaled.astype(np.float32))
 
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The number of each row, in the target's own units."""
+        batch = self.collate(self._encode_rows(inputs, torch.float32))
+        scores, _ = self._scores(model, batch, width=1)
+        values = scores.double().squeeze(-1) * self._std + self._mean
+        return [ModelPrediction(value=value) for value in values.tolist()]
+
     def _meaning(self) -> dict[str, Any]:
         return {"mean": self._mean, "std": self._std}
+
+    def _restore_meaning(self, settings: dict[str, Any]) -> None:
+        self._mean, self._std = settings["mean"], settings["std"]
 
     def _numbers(self, table: DataTable, part: str) -> np.ndarray:
         column = table[self._target]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError
 from yunlu.core.value import Value
-from yunlu.training.data.lengths import lengths_of
+from yunlu.training.data.batches import lengths_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,6 +142,28 @@ class SavesArtifacts(Protocol):
 
     def save_artifacts(self, directory: Path) -> None:
         """Write them beside the exported weights; no pickles."""
+        ...
+
+
+class ModelPrediction(Value):
+    """Answer of a model to one input."""
+
+    value: str | float
+    """A label, a number, or a text."""
+    scores: dict[str, float] | None = None
+    """Probability of each label, where there are labels."""
+
+
+@runtime_checkable
+class Predicts(SavesArtifacts, Protocol):
+    """A task whose exported models can be used: ``restore`` takes the place of ``load``."""
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read back what ``load`` learned, from the artifacts beside the exported weights."""
+        ...
+
+    def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[ModelPrediction]:
+        """The model's answers, in order; with the same numbers as an evaluation."""
         ...
 
 

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.features import conventional_column, find_column
-from yunlu.training.data.packing import call_packed, can_pack_hf
 from yunlu.training.data.sources import load_tables
 from yunlu.training.data.text import (
     TokenLists,
+    call_packed,
+    can_pack_hf,
     check_vocabulary,
     concatenate,
     encode,
     fit_length,
     pad,
+    parts_of,
+    restore_tokenizer,
     save_tokenizer,
     texts_of,
     token_config,
@@ -168,6 +171,18 @@ class TextClassification(SingleLabelTask):
         save_tokenizer(
             self.tokenizer, directory, max_length=self.max_length, labels=self.labels.names
         )
+
+    def restore(self, job: Job, directory: Path) -> None:
+        """Read the tokenizer and the labels."""
+        self.tokenizer, settings = restore_tokenizer(directory)
+        self.labels, self.max_length = Labels(settings["labels"]), settings["max_length"]
+        self._label_smoothing, self._by_name = 0.0, names_hf(job.model.name)
+
+    def _encode_inputs(self, inputs: Sequence[Any]) -> Sequence[np.ndarray]:
+        """Texts; several columns as a list of texts."""
+        texts = ["\n".join(parts_of(text)) for text in inputs]
+        ids = encode(self.tokenizer, texts, max_length=self.max_length)
+        return [ids[index] for index in range(len(ids))]
 
     def _outputs_of(self, model: nn.Module, batch: Batch) -> Any:
         if not isinstance(batch.inputs, dict) or "lengths" not in batch.inputs:

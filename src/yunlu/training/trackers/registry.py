@@ -7,12 +7,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from yunlu.core.errors import JobError, YunluError, did_you_mean
+from yunlu.core.errors import JobError, YunluError
 from yunlu.core.imports import make_object, names_object
 from yunlu.core.secrets import mask
+from yunlu.spec.entry_points import TRACKERS, load_registered
 from yunlu.training.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
 
-GROUP = "yunlu.trackers"
 ALWAYS = "tensorboard"
 
 
@@ -34,12 +33,7 @@ def _make(name: str) -> Tracker:
     if names_object(name):
         tracker = make_object(name)
     else:
-        known = {point.name: point for point in entry_points(group=GROUP)}
-        if name not in known:
-            raise JobError(
-                f"trackers: there is no tracker {name!r}.", hint=did_you_mean(name, known)
-            )
-        tracker = known[name].load()()
+        tracker = load_registered(TRACKERS, name, kind="tracker")()
     if not isinstance(tracker, Tracker):
         raise JobError(
             f"trackers: {name} is not a tracker.", hint="it needs the methods start, log and finish"

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, missing_part
-from yunlu.spec.search import encode_value
-from yunlu.tuning.methods.grid import GridSampler
+from yunlu.core.imports import call_with, import_object, names_object
+from yunlu.spec.entry_points import SAMPLERS, load_registered
+from yunlu.spec.search import SEVERAL, encode_value
 from yunlu.tuning.methods.population import PopulationBasedTraining
-from yunlu.tuning.methods.samplers import (
-    CmaEsSampler,
-    RandomSampler,
-    SettingDraws,
-    SobolSampler,
-    mix_seed,
-)
+from yunlu.tuning.methods.samplers import GridSampler, Sampler, SettingDraws, mix_seed
 from yunlu.tuning.methods.stopping import (
     MedianStopping,
     NoStopping,
@@ -23,19 +19,18 @@ from yunlu.tuning.methods.stopping import (
     SamplerWithStopping,
     SuccessiveHalving,
 )
-from yunlu.tuning.values import EndStudy, StartTrial
+from yunlu.tuning.values import EndStudy, Method, StartTrial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.spec.search import SearchSpec, StopSpec
-    from yunlu.tuning.methods.samplers import Sampler
+    from yunlu.tuning.methods.optuna_samplers import OptunaSampler
     from yunlu.tuning.methods.stopping import Stopping
     from yunlu.tuning.values import (
         Action,
         Dimension,
         Judgement,
-        Method,
         Params,
         StudySnapshot,
         Trial,
@@ -43,6 +38,7 @@ if TYPE_CHECKING:
 
 _STOPS_EARLY = ("random", "sobol", "tpe")
 """Methods that ``stop: auto`` combines with ASHA: the others need values of whole trainings."""
+_SAMPLER_OPTIONS = "draws, seed, objectives, past and search"
 
 
 def make_method(
@@ -65,18 +61,20 @@ def make_method(
         past: Trials of earlier studies, over, with values of the same objectives.
     """
     name, stop = name_method(search, objectives)
-    if name == "frontier":
-        from yunlu.tuning.methods.frontier import Frontier  # noqa: PLC0415 - of this method alone
-
-        method: Method = Frontier(dimensions, seed=seed, allowed=allowed, past=past)
-        draws = SettingDraws(dimensions, allowed)
-        method = NoRepeats(method, draws, seed=seed) if draws.is_finite else method
-        return _with_first(search, method, draws, seed)
     draws = SettingDraws(dimensions, allowed)
-    sampler = _make_sampler(name, search, draws, seed=seed, objectives=objectives, past=past)
+    result = _open_sampler(
+        name, draws=draws, seed=seed, objectives=objectives, past=past, search=search
+    )
+    if isinstance(result, Method):
+        if stop.name not in {"auto", "none"}:
+            raise JobError(
+                f"search.stop: {name} judges itself how far each trial is trained.",
+                hint="leave out search.stop",
+            )
+        return _with_first(search, result, draws, seed)
     if stop.name == "pbt":
-        method = PopulationBasedTraining(
-            sampler,
+        method: Method = PopulationBasedTraining(
+            result,
             dimensions,
             seed=seed,
             size=stop.population,
@@ -85,7 +83,7 @@ def make_method(
             allowed=allowed,
         )
     else:
-        method = SamplerWithStopping(sampler, _make_stopping(stop))
+        method = SamplerWithStopping(result, _make_stopping(stop))
     return _with_first(search, method, draws, seed)
 
 
@@ -106,46 +104,81 @@ def name_method(search: SearchSpec, objectives: int = 1) -> tuple[str, StopSpec]
     return name, stop
 
 
-def _make_sampler(
-    name: str,
-    search: SearchSpec,
+def _open_sampler(name: str, *, objectives: int, **options: Any) -> Sampler | Method:
+    """Make a sampler by name, with the options that its factory declares."""
+    if names_object(name):
+        factory = import_object(name)
+    else:
+        factory = load_registered(SAMPLERS, name, kind="sampler")
+    declared = signature(factory).parameters
+    if objectives > 1 and name not in SEVERAL and "objectives" not in declared:
+        raise JobError(
+            f"search.method: {name} has one objective, and this search has {objectives}.",
+            hint="take tpe or nsga2, or name one metric",
+        )
+    if options["past"] and "past" not in declared:
+        raise JobError(
+            f"search.warm_start: {name} does not learn from earlier trials.",
+            hint="take frontier or tpe, or leave it out",
+        )
+    result = call_with(factory, objectives=objectives, **options)
+    if isinstance(result, Method | Sampler):
+        return result
+    raise JobError(
+        f"search.method: {name} is not a sampler: it has no method suggest(snapshot).",
+        hint=f"its factory may take {_SAMPLER_OPTIONS}; see yunlu.testing.samplers",
+    )
+
+
+def make_grid(draws: SettingDraws, *, seed: int, search: SearchSpec) -> Sampler:
+    """Every setting of the grid that the search describes."""
+    points = {field: spec.count for field, spec in search.space.items() if spec.count}
+    return GridSampler(draws.dimensions, seed=seed, points=points, allowed=draws.allowed)
+
+
+def make_tpe(
+    draws: SettingDraws, *, seed: int, objectives: int = 1, past: Sequence[Trial] = ()
+) -> Sampler:
+    """Optuna's tree-structured Parzen estimator."""
+    return _optuna("tpe")("tpe", draws, seed=seed, objectives=objectives, past=past)
+
+
+def make_gp(
+    draws: SettingDraws, *, seed: int, objectives: int = 1, past: Sequence[Trial] = ()
+) -> Sampler:
+    """Optuna's Gaussian processes."""
+    return _optuna("gp")("gp", draws, seed=seed, objectives=objectives, past=past)
+
+
+def make_nsga2(
     draws: SettingDraws,
     *,
     seed: int,
-    objectives: int,
-    past: Sequence[Trial],
+    search: SearchSpec,
+    objectives: int = 1,
+    past: Sequence[Trial] = (),
 ) -> Sampler:
-    match name:
-        case "grid":
-            points = {field: spec.count for field, spec in search.space.items() if spec.count}
-            return GridSampler(draws.dimensions, seed=seed, points=points, allowed=draws.allowed)
-        case "random":
-            return RandomSampler(draws, seed=seed)
-        case "sobol":
-            return SobolSampler(draws, seed=seed)
-        case "cmaes":
-            if not any(not d.choices and not d.when and d.low < d.high for d in draws.dimensions):
-                raise JobError(
-                    "search.method: cmaes varies numbers, but no field has a range that always exists.",
-                    hint="take tpe, or grid",
-                )
-            return CmaEsSampler(draws, seed=seed, past=past)
-        case "tpe" | "gp" | "nsga2":
-            try:
-                from yunlu.tuning.methods.optuna_samplers import OptunaSampler  # noqa: PLC0415
-            except ModuleNotFoundError:
-                raise missing_part("optuna", "tune", f"The method {name}") from None
-            population = min(max((search.trials or 64) // 4, 4), 50)
-            return OptunaSampler(
-                name,
-                draws,
-                seed=seed,
-                objectives=objectives,
-                past=past,
-                population=population,
-            )
-        case _:
-            raise AssertionError(name)
+    """Optuna's NSGA-II, with a quarter of the trials in a generation."""
+    population = min(max((search.trials or 64) // 4, 4), 50)
+    return _optuna("nsga2")(
+        "nsga2", draws, seed=seed, objectives=objectives, past=past, population=population
+    )
+
+
+def make_frontier(draws: SettingDraws, *, seed: int, past: Sequence[Trial] = ()) -> Method:
+    """Our own method, which also judges how far each trial is trained."""
+    from yunlu.tuning.methods.frontier import Frontier  # noqa: PLC0415 - of this method alone
+
+    method = Frontier(draws.dimensions, seed=seed, allowed=draws.allowed, past=past)
+    return NoRepeats(method, draws, seed=seed) if draws.is_finite else method
+
+
+def _optuna(name: str) -> type[OptunaSampler]:
+    try:
+        from yunlu.tuning.methods.optuna_samplers import OptunaSampler  # noqa: PLC0415
+    except ModuleNotFoundError:
+        raise missing_part("optuna", "tune", f"The method {name}") from None
+    return OptunaSampler
 
 
 def _make_stopping(stop: StopSpec) -> Stopping:

@@ -16,14 +16,22 @@ import numpy as np
 from scipy.special import ndtr
 
 from yunlu.tuning.encoding import Encoder
-from yunlu.tuning.methods.history import PastTrials, add_failures, make_scale, observe
-from yunlu.tuning.methods.successive_halving import (
+from yunlu.tuning.methods.stopping import (
     find_milestones,
     may_promote,
     next_milestone,
     rank,
 )
-from yunlu.tuning.methods.surrogate import KernelParams, Posterior, fit_kernel, make_query
+from yunlu.tuning.methods.surrogate import (
+    KernelParams,
+    PastTrials,
+    Posterior,
+    add_failures,
+    fit_kernel,
+    make_query,
+    make_scale,
+    observe,
+)
 from yunlu.tuning.methods.trial_table import RungTimeModel, TrialTable
 from yunlu.tuning.values import Continue, EndStudy, Judgement, StartTrial, Verdict, WaitForResults
 

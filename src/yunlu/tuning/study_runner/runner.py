@@ -7,49 +7,320 @@ events: after a kill at any moment, the next runner continues where this one was
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.errors import did_you_mean
 from yunlu.jobs.run import detect_lost, new_record
 from yunlu.runs.run_store import Log, log_end
 from yunlu.runs.states import RunState
+from yunlu.tuning.facts import best_point, find_best
 from yunlu.tuning.study_dir import StudyError
-from yunlu.tuning.study_runner.limits import StudyLimits
-from yunlu.tuning.study_runner.method_decisions import MethodDecisions
-from yunlu.tuning.study_runner.objectives import check_metrics_reported, find_values
-from yunlu.tuning.study_runner.slot_allocation import SlotAllocation
-from yunlu.tuning.study_runner.trial_completion import TrialCompletion
+from yunlu.tuning.study_runner.slots import SlotAllocation
 from yunlu.tuning.study_runner.trial_events import TrialEvents, has_finished
 from yunlu.tuning.study_runner.trial_runs import (
+    TrialStarter,
+    drop_checkpoints,
     find_run,
     read_verdict,
     write_verdict,
 )
-from yunlu.tuning.study_runner.trial_start import TrialStarter
-from yunlu.tuning.study_runner.watched_trial import WatchedTrial
 from yunlu.tuning.values import (
     Continue,
     EndStudy,
     Judgement,
     Point,
     StartTrial,
+    StudySnapshot,
     TrialState,
     Verdict,
     WaitForResults,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
+    from yunlu.jobs.run import RunRecord
     from yunlu.runs.run_store import RunStore
-    from yunlu.tuning.facts import StudyState, StudyView
+    from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
     from yunlu.tuning.records import Records
-    from yunlu.tuning.study_dir import StudyStatus
-    from yunlu.tuning.study_runner.slot_allocation import Elastic
-    from yunlu.tuning.study_runner.slots import Slots
+    from yunlu.tuning.study_dir import StudyRequest, StudyStatus
+    from yunlu.tuning.study_runner.slots import Elastic, Slots
     from yunlu.tuning.study_runner.trial_events import RungScore
-    from yunlu.tuning.values import Method
+    from yunlu.tuning.values import Action, Method
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchedTrial:
+    """A started trial and the events read so far."""
+
+    number: int
+    """Of its trial."""
+    run: RunStore
+    record: RunRecord
+    events: TrialEvents
+    verdict_sent: str = ""
+    """``hold`` or ``prune``, once sent."""
+    checked_at: float = 0.0
+    lost: int = 0
+    """Times that its worker was lost since its last evaluation."""
+
+
+class StudyLimits:
+    """Remaining time and budget."""
+
+    def __init__(
+        self,
+        records: Records,
+        allocation: SlotAllocation,
+        watched_trials: Mapping[int, WatchedTrial],
+        *,
+        clock_at: float,
+    ) -> None:
+        """``clock_at`` is the start of the deadline."""
+        self._records, self._allocation, self._watched_trials = records, allocation, watched_trials
+        self._clock_at = clock_at
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline or the end of the budget, whichever comes first; None: no limit."""
+        ends = [left for left in (self._time_left(), self._money_left()) if left is not None]
+        return max(min(ends), 0.0) if ends else None
+
+    def pays_for_start(self) -> bool:
+        """Whether the budget pays for the start-up of one more trial."""
+        left, starts = self._money_left(), len(self._allocation.queue) + 1
+        return left is None or left >= self._allocation.wall_s_of(starts * self._allocation.start_s)
+
+    def find_end(self, is_asked_to_stop: Callable[[], bool]) -> tuple[StudyState, str] | None:
+        """State and reason with which the study ends now; None while it continues."""
+        if is_asked_to_stop() or self._records.dir.stop.exists():
+            return "stopped", "asked to stop"
+        for left, reason in (
+            (self._time_left(), "the deadline has passed"),
+            (self._money_left(), "the budget is spent"),
+        ):
+            if left is not None and left <= 0:
+                return "finished", reason
+        return None
+
+    def _time_left(self) -> float | None:
+        deadline = self._records.request.deadline_s
+        return None if deadline is None else self._clock_at + deadline - time.time()
+
+    def _money_left(self) -> float | None:
+        """In wall seconds of all devices."""
+        dollars = self._records.request.dollars
+        if dollars is None:
+            return None
+        now = time.time()
+        spent_s = sum(self._spent_s(facts, now) for facts in self._records.facts())
+        return self._allocation.seconds_for(dollars - (self._allocation.dollars(spent_s) or 0.0))
+
+    def _spent_s(self, facts: TrialFacts, now: float) -> float:
+        watched = self._watched_trials.get(facts.number)
+        if watched is None:
+            return facts.device_seconds
+        spent_s = watched.events.device_seconds(now)
+        if watched.events.state not in {RunState.PENDING, RunState.PLANNING}:
+            return spent_s
+        # A worker reads a stop request only once it has started: its start-up counts as spent.
+        return max(spent_s, facts.device_seconds + self._allocation.start_s)
+
+
+ALIKE = 3
+"""Equal failures without a success that end a study."""
+
+
+def find_values(
+    request: StudyRequest, events: TrialEvents, score: RungScore, *, dollars: float | None
+) -> tuple[float, ...]:
+    """Objectives of one evaluation, smaller is better; an error where one is not reported."""
+    figures = score.metrics | {
+        "seconds": score.device_seconds,
+        "parameters": float(events.parameters),
+    }
+    figures |= {} if dollars is None else {"cost": dollars}
+    for metric in request.metrics:
+        if metric not in figures:
+            raise StudyError(
+                f"{metric} is never reported: the evaluations of this task do not give it",
+                hint=did_you_mean(metric, figures),
+            )
+    return tuple(
+        (-figures[metric] if direction == "maximize" else figures[metric]) + 0.0
+        for metric, direction in zip(request.metrics, request.directions, strict=True)
+    )
+
+
+def check_metrics_reported(request: StudyRequest, events: TrialEvents) -> None:
+    """Error for a run whose plan has no evaluations."""
+    if events.plan and not events.plan.evaluate_every:
+        raise StudyError(
+            f"{request.metrics[0]} is never reported: the job has no evaluations on validation data",
+            hint="name data.validation or hold out a share (data.split.validation), "
+            "and set train.evaluate to steps or epoch",
+        )
+
+
+def check_failures(facts: Sequence[TrialFacts], message: str, *, hint: str | None = None) -> None:
+    """End the study if a failed trial shows that none will succeed."""
+    if any(best_point(fact.trial) or fact.state is TrialState.DONE for fact in facts):
+        return
+    if "asks for the metric" in message:  # the same for every setting
+        raise StudyError(message, hint=hint)
+    failed = [fact for fact in facts if fact.state is TrialState.FAILED]
+    alike = [item for item in failed if _bare(item.error or "") == _bare(message)]
+    if len(alike) >= ALIKE:
+        first = failed[0]
+        logs = f"yunlu logs {first.run} shows the whole of it" if first.run else None
+        raise StudyError(
+            f"the first {len(failed)} trials failed alike: {first.error}", hint=hint or logs
+        )
+
+
+def _bare(message: str) -> str:
+    """Without numbers, which differ from trial to trial."""
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
+class MethodDecisions:
+    """Queries the search method of a study."""
+
+    def __init__(
+        self, records: Records, method: Method, allocation: SlotAllocation, limits: StudyLimits
+    ) -> None:
+        self._records, self._method = records, method
+        self._allocation, self._limits = allocation, limits
+
+    def choose(self) -> Action:
+        """Next action for a free slot."""
+        return self._method.choose(self._snapshot())
+
+    def judge(self, number: int) -> Judgement:
+        """Verdict on a trial after its newest evaluation; ``until`` lies beyond where it continues."""
+        trial, snapshot = self._records.trial(number), self._snapshot()
+        judgement = self._method.judge(number, snapshot)
+        until = max(trial.until, judgement.until)
+        verdict = judgement.verdict
+        if verdict is Verdict.GO_ON and until <= trial.rung:
+            verdict = Verdict.HOLD
+        if verdict is Verdict.HOLD and trial.rung >= trial.until:
+            # It waits for the verdict: no need to leave where it would be resumed at once.
+            move = self._method.choose(_as_held(snapshot, number))
+            if isinstance(move, Continue) and move.number == number and move.until > trial.rung:
+                verdict, until = Verdict.GO_ON, move.until
+        return Judgement(verdict, until, judgement.reason)
+
+    def _snapshot(self) -> StudySnapshot:
+        request, trials = self._records.request, self._records.trials()
+        left = None if request.trials is None else max(request.trials - len(trials), 0)
+        return StudySnapshot(
+            trials=trials,
+            rungs=max(request.rungs, 1),
+            objectives=len(request.metrics),
+            trials_left=left,
+            seconds_left=self._limits.seconds_left(),
+            workers=self._allocation.workers,
+        )
+
+
+def _as_held(snapshot: StudySnapshot, number: int) -> StudySnapshot:
+    trials = list(snapshot.trials)
+    trials[number] = replace(trials[number], state=TrialState.HELD)
+    return replace(snapshot, trials=trials)
+
+
+_LOST = 3
+"""Lost workers allowed between two evaluations."""
+
+
+class TrialCompletion:
+    """Updates trials whose run has ended."""
+
+    def __init__(
+        self,
+        records: Records,
+        allocation: SlotAllocation,
+        slots: Slots,
+        starter: TrialStarter,
+        watched_trials: dict[int, WatchedTrial],
+    ) -> None:
+        """``watched_trials``: by trial number; ended ones are removed."""
+        self._records, self._allocation, self._slots = records, allocation, slots
+        self._starter, self._watched_trials = starter, watched_trials
+
+    def unwatch(self, watched: WatchedTrial) -> None:
+        """Stop watching a run."""
+        self._watched_trials.pop(watched.number, None)
+        self._allocation.leave(watched.run)
+
+    def complete(self, watched: WatchedTrial, *, is_ending: bool) -> None:
+        """Update the trial of an ended run; nothing is restarted while the study ends."""
+        events, spent_s = watched.events, watched.events.device_seconds(time.time())
+        cost: dict[str, Any] = {
+            "device_seconds": spent_s,
+            "dollars": self._allocation.dollars(spent_s),
+            "devices": 0,
+        }
+        match events.state:
+            case RunState.FINISHED:
+                self.unwatch(watched)
+                self._finish(watched, cost)
+            case RunState.STOPPED if watched.verdict_sent == "prune" or events.reason.startswith(
+                "pruned"
+            ):
+                self.unwatch(watched)
+                self._records.end(watched.number, TrialState.PRUNED, reason=events.reason, **cost)
+                self._slots.release(watched.run, for_good=True)
+                drop_checkpoints(watched.run)
+            case RunState.STOPPED:
+                self.unwatch(watched)
+                self._hold(watched, cost, is_ending=is_ending)
+            case RunState.LOST if watched.lost < _LOST and not is_ending:
+                watched.lost += 1
+                self._records.change_trial(watched.number, **cost)
+                self._allocation.enqueue(watched.number, watched.run)
+                self._allocation.leave(watched.run)
+            case _:
+                self.unwatch(watched)
+                self._fail(watched, cost)
+
+    def _finish(self, watched: WatchedTrial, cost: dict[str, Any]) -> None:
+        """Of finished trials, only the best keeps its checkpoints; all keep their exported models."""
+        before = find_best(self._records.facts())
+        self._records.end(watched.number, TrialState.DONE, reason="", **cost)
+        best = find_best(self._records.facts())
+        is_best = best is not None and best.number == watched.number
+        worse = before if is_best else self._records.facts()[watched.number]
+        if (
+            worse is not None
+            and worse.state is TrialState.DONE
+            and not self._starter.saves_checkpoints
+        ):
+            run = find_run(worse.run or "")
+            if run is not None:
+                drop_checkpoints(run)
+
+    def _hold(self, watched: WatchedTrial, cost: dict[str, Any], *, is_ending: bool) -> None:
+        trial = self._records.trial(watched.number)
+        goes_on = not watched.verdict_sent and trial.until > trial.rung and not is_ending
+        state = TrialState.RUNNING if goes_on else TrialState.HELD
+        self._records.change_trial(
+            watched.number, state=state, reason=watched.events.reason, **cost
+        )
+        if goes_on:  # its extension came too late, or somebody else stopped it
+            self._allocation.enqueue(watched.number, watched.run)
+        else:
+            self._slots.release(watched.run, for_good=False)
+
+    def _fail(self, watched: WatchedTrial, cost: dict[str, Any]) -> None:
+        error = watched.events.error
+        message = (error.message if error else watched.events.reason) or "its worker was lost"
+        self._records.end(watched.number, TrialState.FAILED, error=message, **cost)
+        check_failures(self._records.facts(), message, hint=error.hint if error else None)
+
 
 _TICK_S = 0.03
 _ALIVE_S = 1.0

@@ -1,24 +1,249 @@
-"""Runs of trials: created once, given verdicts, cleaned up at their end."""
+"""Runs of trials: created from scratch or another trial's checkpoint, given verdicts, cleaned up.
+
+Shared training prefix of two jobs: steps that one need not repeat. Pure.
+Two jobs that differ only in fields that act late (length, decay of the learning rate) make the same
+steps as long as their learning rates agree: with ``wsd`` that is most of the run.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.json_decode import decode_json
 from yunlu.core.settings import read_settings
-from yunlu.runs.documents import read_job
+from yunlu.planning.large_batch import scale_rate, warmup_steps_for
+from yunlu.planning.planner import count_steps
+from yunlu.planning.schedule import rate
+from yunlu.runs.documents import read_job, read_plan, write_plan
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import find_runs, is_run_id, open_if_run
-from yunlu.runs.run_store import Area, Document
+from yunlu.runs.run_store import Area, Document, require_local
+from yunlu.spec.train import ScheduleSpec, TrainSpec
+from yunlu.tuning.study_runner.trial_events import read_trial_events
+from yunlu.tuning.values import TrialState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
+    from yunlu.tuning.facts import TrialFacts
+    from yunlu.tuning.records import Records
     from yunlu.tuning.study_dir import StudyRequest
     from yunlu.tuning.study_runner.slots import Slots
-    from yunlu.tuning.values import Params
+    from yunlu.tuning.study_runner.trial_events import TrialEvents
+    from yunlu.tuning.values import Dimension, Params, StartTrial
+
+_LATE = ("train.schedule", "train.epochs", "train.steps")
+"""Fields (and all below them) that do not affect the first steps; the warm-up does."""
+_MOST_COMPARED = 20_000
+"""Most steps that are compared; of longer runs, evenly spaced ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLength:
+    """Length of a training and of its warm-up."""
+
+    steps: int
+    warmup_steps: int
+
+
+def can_share_prefix(dimensions: Sequence[Dimension]) -> bool:
+    """Whether trials of this space can share a prefix: some field acts late, the others can agree."""
+    late = [dimension for dimension in dimensions if _is_late(dimension.name)]
+    others = [dimension for dimension in dimensions if not _is_late(dimension.name)]
+    return bool(late) and all(_may_agree(dimension) for dimension in others)
+
+
+def shared_rung(one: Job, other: Job, events: TrialEvents) -> int:
+    """Last rung of the run of ``one`` from whose checkpoint ``other`` can continue; 0: none."""
+    every = events.plan.evaluate_every if events.plan else 0
+    if events.plan is None or not every or not events.train_samples:
+        return 0
+    steps = shared_steps(one, other, samples=events.train_samples, plan=events.plan)
+    rungs = [
+        rung
+        for rung, result in events.evaluated.items()
+        # An evaluation at the end of the run need not exist in the other job.
+        if result.step <= steps and result.step % every == 0 and result.step in events.checkpoints
+    ]
+    return max(rungs, default=0)
+
+
+def shared_steps(one: Job, other: Job, *, samples: int, plan: Plan) -> int:
+    """Number of first steps that two jobs share; ``plan`` belongs to the first."""
+    if _early(one) != _early(other):
+        return 0
+    batch = plan.batch
+    lengths = [find_length(job, samples=samples, batch=batch) for job in (one, other)]
+    least = min(length.steps for length in lengths)
+    specs = one.train.schedule, other.train.schedule
+    if "plateau" in {spec.name for spec in specs} and specs[0] != specs[1]:
+        return 0
+    stride = -(-least // _MOST_COMPARED)
+    slots = range(0, least, stride)
+
+    def is_alike(step: int) -> bool:
+        first, second = (
+            rate(spec, step, steps=length.steps, warmup_steps=length.warmup_steps)
+            for spec, length in zip(specs, lengths, strict=True)
+        )
+        return first == second
+
+    alike = [*takewhile(is_alike, slots)]
+    if len(alike) == len(slots):
+        return least
+    return alike[-1] + 1 if alike else 0
+
+
+def find_length(job: Job, *, samples: int, batch: int) -> TrainingLength:
+    """Steps and warm-up steps of a job."""
+    steps = count_steps(job, samples=samples, batch=batch)
+    warmup, optimizer = job.train.schedule.warmup, job.train.optimizer
+    if warmup == "auto":
+        result, _ = warmup_steps_for(
+            steps=steps,
+            steps_per_epoch=-(-samples // batch),
+            batch=batch,
+            base_batch=optimizer.base_batch,
+            rule=optimizer.scaling,
+        )
+    else:
+        result = min(steps, round(warmup * steps) if warmup < 1 else round(warmup))
+    return TrainingLength(steps=steps, warmup_steps=result)
+
+
+def _is_late(name: str) -> bool:
+    return name != "train.schedule.warmup" and any(
+        name == field or name.startswith(f"{field}.") for field in _LATE
+    )
+
+
+def _may_agree(dimension: Dimension) -> bool:
+    return bool(dimension.choices) or dimension.is_int or dimension.step is not None
+
+
+def _early(job: Job) -> Job:
+    """The job without fields that act late or do not affect training."""
+    empty = TrainSpec()
+    train = job.train.model_copy(
+        update={
+            "schedule": ScheduleSpec(),
+            "epochs": None,
+            "steps": None,
+            "checkpoint": empty.checkpoint,
+            "trial_share": empty.trial_share,
+        }
+    )
+    plain: dict[str, Any] = {"name": None, "trackers": [], "train": train, "search": None}
+    if job.train.grow_batch is not None or job.train.adapt_batch is not None:
+        plain["name"] = job.name or "its batch changes during training"
+    return job.model_copy(update=plain)
+
+
+_REPLAN_FIELDS = (
+    "batch",
+    "micro_batch",
+    "padding",
+    "precision",
+    "compile",
+    "recompute",
+    "memory_gb",
+)
+"""Fields of ``train`` whose change requires a new plan."""
+
+
+def clone(parent: RunStore, child: RunStore, rung: int) -> bool:
+    """Copy the checkpoint of a rung into a run that was not started yet.
+
+    False where the checkpoint is gone; the run then starts from scratch.
+    """
+    events = read_trial_events(parent)
+    step = events.step_of(rung)
+    where = events.checkpoints.get(-1 if step is None else step, "")
+    source = Path(parent.location(where))
+    if not where or "://" in where or not source.is_dir():
+        return False
+    if not _link_tree(source, require_local(child).directory(Area.CHECKPOINTS) / source.name):
+        return False
+    plan = _adapt_plan(parent, child, events)
+    if plan is not None:
+        write_plan(child, plan)
+    return True
+
+
+def _link_tree(source: Path, target: Path) -> bool:
+    """Hard links to the same files; the parent may delete its checkpoints meanwhile."""
+    aside = target.with_name(f".part-{target.name}-clone")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(source, aside, copy_function=_link_or_copy)
+    except (OSError, shutil.Error):
+        shutil.rmtree(aside, ignore_errors=True)
+        return False
+    if target.exists():  # made by a runner that was killed just then
+        shutil.rmtree(aside)
+    else:
+        aside.rename(target)
+    return True
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _adapt_plan(parent: RunStore, child: RunStore, events: TrialEvents) -> Plan | None:
+    """The parent's plan adapted to the child's job; None where the worker should plan anew.
+
+    Measurements are kept: the child then computes each step exactly as the parent would.
+    """
+    plan = read_plan(parent)
+    if plan is None:
+        return None
+    before, after = (read_job(run) for run in (parent, child))
+    old, new = before.train, after.train
+    is_other = any(getattr(old, name) != getattr(new, name) for name in _REPLAN_FIELDS)
+    if is_other or before.model != after.model or before.data != after.data:
+        return None
+    length = find_length(after, samples=events.train_samples, batch=plan.batch)
+    updates: dict[str, float] = {
+        "steps": length.steps,
+        "warmup_steps": length.warmup_steps,
+        "epochs": length.steps / plan.steps_per_epoch,
+    }
+    is_same_length = (old.epochs, old.steps) == (new.epochs, new.steps)
+    if is_same_length:
+        updates["epochs"] = plan.epochs
+    rules, others = old.optimizer, new.optimizer
+    if rules != others:
+        if "auto" in {others.lr, others.weight_decay} - {rules.lr, rules.weight_decay}:
+            return None
+        if others.lr != "auto":
+            updates["lr"] = scale_rate(
+                others.lr, batch=plan.batch, base_batch=others.base_batch, rule=others.scaling
+            )
+        if others.weight_decay != "auto":
+            updates["weight_decay"] = others.weight_decay
+    fields = {"steps": "steps", "warm-up": "warmup_steps", "learning rate": "lr"}
+    choices = tuple(
+        choice.model_copy(update={"value": f"{updates[fields[choice.name]]:g}"})
+        if fields.get(choice.name) in updates
+        else choice
+        for choice in plan.choices
+    )
+    return plan.model_copy(update=updates | {"choices": choices})
+
 
 _SUFFIX = re.compile(r"-[0-9a-f]{6}")
 
@@ -103,3 +328,100 @@ def _find_orphan(job: Job) -> RunStore | None:
         if same and not any(isinstance(event, AttemptStarted) for event, _ in run.read_events()):
             return run
     return None
+
+
+_ALL = 10_000
+"""Checkpoints to keep: more than a trial has rungs."""
+
+
+class TrialStarter:
+    """Creates each trial's run once."""
+
+    def __init__(self, records: Records, slots: Slots) -> None:
+        self._records, self._slots = records, slots
+        job = records.request.job
+        is_population = job is not None and job.search is not None and job.search.stop.name == "pbt"
+        self._shares = can_share_prefix(records.request.dimensions) and not is_population
+        self.saves_checkpoints = self._shares or is_population
+        """Whether trials save at each evaluation, for others to start from."""
+
+    def record_duplicate(self, move: StartTrial) -> bool:
+        """Record a trial whose setting was tried before, with that result; false where it is new."""
+        if move.copy_from is not None:
+            return False
+        original = next(
+            (fact for fact in self._records.facts() if _is_duplicate(fact, move.params)), None
+        )
+        if original is None:
+            return False
+        state = original.state if original.state.is_over else TrialState.PRUNED
+        points = [*zip(original.points, original.times, strict=True)]
+        number = self._records.begin(
+            move.params, until=move.until, points=points, copied_from=(original.number, 0)
+        )
+        self._records.end(number, state, reason=f"the same setting as trial {original.number}")
+        return True
+
+    def begin(self, move: StartTrial) -> int:
+        """Record a new trial and return its number."""
+        if move.copy_from is not None:
+            return self._records.begin(move.params, until=move.until, copied_from=move.copy_from)
+        source, rung = self._find_prefix(move.params)
+        if source is None:
+            return self._records.begin(move.params, until=move.until)
+        points = [*zip(source.points, source.times, strict=True)][:rung]
+        return self._records.begin(
+            move.params,
+            until=max(move.until, rung),
+            points=points,
+            copied_from=(source.number, rung),
+        )
+
+    def make_run(self, number: int) -> RunStore:
+        """The run of a recorded trial; created once, even across kills of the runner."""
+        request, trial = self._records.request, self._records.trial(number)
+        # Other trials may start from any of its rungs; a population only from the newest.
+        keep = _ALL if self._shares else 3 if self.saves_checkpoints else 1
+        job = make_job(request, number, trial.params, keep=keep)
+        is_copy = trial.copied_from is not None
+        run = make_run(
+            request,
+            number,
+            trial.params,
+            job,
+            self._slots,
+            saves_checkpoints=self.saves_checkpoints,
+            is_copy=is_copy,
+        )
+        if trial.copied_from is not None:
+            source, rung = trial.copied_from
+            parent = find_run(self._records.facts()[source].run or "")
+            if parent is None or not clone(parent, run, rung):
+                run.warn(
+                    f"The checkpoint of trial {source} at rung {rung} is gone: started from scratch."
+                )
+        self._records.change_trial(number, run=run.id)
+        return run
+
+    def _find_prefix(self, params: Params) -> tuple[TrialFacts | None, int]:
+        """The trial with the longest shared prefix, and its last shared rung."""
+        best: tuple[TrialFacts | None, int] = (None, 0)
+        if not self._shares:
+            return best
+        request = self._records.request
+        job = make_job(request, 0, params)
+        for facts in self._records.facts():
+            run = find_run(facts.run) if facts.run else None
+            if run is None or len(facts.points) <= best[1]:
+                continue
+            rung = shared_rung(
+                make_job(request, 0, dict(facts.params)), job, read_trial_events(run)
+            )
+            if best[1] < rung <= len(facts.points):
+                best = (facts, rung)
+        return best
+
+
+def _is_duplicate(facts: TrialFacts, params: Params) -> bool:
+    is_own = facts.trial.copied_from is None or any(point.rung == 1 for point in facts.points)
+    return facts.state is not TrialState.FAILED and is_own and dict(facts.params) == params

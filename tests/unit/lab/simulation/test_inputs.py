@@ -8,8 +8,8 @@ import pytest
 
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.policies import make_policy
-from yunlu.lab.simulation.tables import SimulationError
-from yunlu.lab.simulation.workload import load_workload, load_workloads
+from yunlu.lab.simulation.profiles import SimulationError, load_workload, load_workloads
+from yunlu.scheduler.policies import PolicyError
 
 HEAD = "name,time,application,num_replicas,batch_size"
 
@@ -93,9 +93,9 @@ def test_what_is_no_cluster_is_refused(text: str) -> None:
 
 def test_policies_are_found_by_name_or_named_as_objects() -> None:
     assert make_policy("tiresias").policy.name == "tiresias"
-    own = make_policy("yunlu.scheduler.policy.baselines.fair:Fair")
+    own = make_policy("yunlu.scheduler.policy.baselines:Fair")
     assert own.name == "fair"
-    with pytest.raises(SimulationError, match="did you mean 'tiresias'"):
+    with pytest.raises(PolicyError, match="did you mean 'tiresias'"):
         make_policy("tiresia")
-    with pytest.raises(SimulationError, match="no method decide"):
-        make_policy("yunlu.lab.simulation.rules:SimulationRules")
+    with pytest.raises(PolicyError, match="no method decide"):
+        make_policy("yunlu.lab.simulation.simulator:SimulationRules")

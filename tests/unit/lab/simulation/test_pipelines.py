@@ -9,13 +9,11 @@ import pytest
 
 from tests.unit.lab.simulation.toy import make_workload, write_application
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.profiles import load_application
-from yunlu.lab.simulation.rules import SimulationRules
-from yunlu.lab.simulation.sia_rules import load_prior, load_typed_profiles
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.tables import SimulationError
-from yunlu.lab.simulation.type_aware_policies import TYPE_AWARE, make_type_aware_policy
-from yunlu.scheduler.policy.observations import GradientNoise, Observations, StepTiming
+from yunlu.lab.simulation.policies import TYPE_AWARE, make_type_aware_policy
+from yunlu.lab.simulation.profiles import SimulationError, load_application
+from yunlu.lab.simulation.sia import load_prior, load_typed_profiles
+from yunlu.lab.simulation.simulator import SimulationRules, simulate
+from yunlu.scheduler.policy.goodput import GradientNoise, Observations, StepTiming
 from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 
 TYPES = ("fast", "slow")

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from tests.unit.lab.simulation.toy import BASE, EPOCH_STEPS, EPOCHS, make_profiles, step_s
-from yunlu.lab.simulation.fixed_batch_speed import FixedBatchSpeed
-from yunlu.lab.simulation.profiles import load_profiles
-from yunlu.lab.simulation.step_times import normalise
-from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.observations import BatchSplit
+from yunlu.lab.simulation.profiles import FixedBatchSpeed, SimulationError, load_profiles, normalise
+from yunlu.scheduler.policy.goodput import BatchSplit
 
 
 @pytest.fixture

@@ -12,16 +12,12 @@ from numpy.typing import NDArray
 
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Node, Placement
-from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.device_rows import assign_device_rows
+from yunlu.lab.simulation.cluster import assign_device_rows, parse_cluster
 from yunlu.lab.simulation.policies import make_policy
-from yunlu.lab.simulation.profiles import Application, Profiles
-from yunlu.lab.simulation.result import SimulationResult
-from yunlu.lab.simulation.rules import Faults, SimulationRules
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.lab.simulation.tables import SimulationError
-from yunlu.scheduler.policy.baselines import BASELINES
-from yunlu.scheduler.policy.observations import BatchSplit, Observations, SpeedModel, starting_batch
+from yunlu.lab.simulation.profiles import Application, Profiles, SimulationError
+from yunlu.lab.simulation.simulator import Faults, SimulationResult, SimulationRules, simulate
+from yunlu.scheduler.policies import open_policy
+from yunlu.scheduler.policy.goodput import BatchSplit, Observations, SpeedModel, starting_batch
 from yunlu.scheduler.policy.values import Decision, PoolState
 
 NODES = parse_cluster("2x4")
@@ -35,6 +31,8 @@ JOBS = st.lists(
     min_size=1,
     max_size=12,
 )
+
+BASELINES = ("fifo", "backfill", "shortest", "fair", "tiresias", "optimus", "fixed")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +112,7 @@ def check(outcome: SimulationResult, profiles: Profiles, restart_s: float) -> No
         assert seated == pytest.approx(job.device_s)
 
 
-@pytest.mark.parametrize("policy", list(BASELINES))
+@pytest.mark.parametrize("policy", BASELINES)
 @given(jobs=JOBS)
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -123,9 +121,9 @@ def test_every_job_ends_and_no_device_is_held_twice(
     profiles: Profiles, policy: str, jobs: list[tuple[float, str, int, int]]
 ) -> None:
     workload = make_workload(sorted(jobs))
-    outcome = simulate(workload, profiles, NODES, BASELINES[policy]())
+    outcome = simulate(workload, profiles, NODES, open_policy(policy))
     check(outcome, profiles, 30)
-    assert simulate(workload, profiles, NODES, BASELINES[policy]()).jct_s == outcome.jct_s
+    assert simulate(workload, profiles, NODES, open_policy(policy)).jct_s == outcome.jct_s
 
 
 @pytest.mark.parametrize("name", ["yunlu", "yunlu-blind"])
@@ -152,7 +150,7 @@ def test_our_own_policy_is_replayed_by_name(profiles: Profiles, name: str) -> No
 
 def test_a_lonely_job_takes_its_steps_and_one_restart(profiles: Profiles) -> None:
     workload = make_workload([(10, "light", 1, BASE)])
-    outcome = simulate(workload, profiles, NODES, BASELINES["fifo"]())
+    outcome = simulate(workload, profiles, NODES, open_policy("fifo"))
     # One device, the base batch: one step of progress in 0.02 + 0.005 * 32 seconds.
     application = profiles.find("light")
     epoch_s = round(application.ends[1] * 0.18)
@@ -164,7 +162,7 @@ def test_a_lonely_job_takes_its_steps_and_one_restart(profiles: Profiles) -> Non
 
 def test_idle_time_is_skipped_but_rounds_stay_on_their_grid(profiles: Profiles) -> None:
     workload = make_workload([(0, "light", 1, BASE), (1_000_001, "light", 1, BASE)])
-    outcome = simulate(workload, profiles, NODES, BASELINES["fifo"]())
+    outcome = simulate(workload, profiles, NODES, open_policy("fifo"))
     second = outcome.jobs[1]
     assert second.placements[0][0] == 1_000_020
     assert len(outcome.rounds) < 100
@@ -173,7 +171,7 @@ def test_idle_time_is_skipped_but_rounds_stay_on_their_grid(profiles: Profiles) 
 def test_events_start_jobs_when_they_come_and_when_others_end(profiles: Profiles) -> None:
     workload = make_workload([(10, "light", 8, 256), (11, "light", 8, 256)])
     outcome = simulate(
-        workload, profiles, NODES, BASELINES["fifo"](), rules=SimulationRules(is_event_driven=True)
+        workload, profiles, NODES, open_policy("fifo"), rules=SimulationRules(is_event_driven=True)
     )
     first, second = outcome.jobs
     assert first.wait_s == 0
@@ -236,7 +234,7 @@ def test_a_policy_that_never_serves_is_stopped(profiles: Profiles) -> None:
 def test_an_estimator_sees_what_a_live_pool_would(profiles: Profiles) -> None:
     watcher = Watcher()
     workload = make_workload([(0, "light", 2, 64), (0, "light", 4, 64)])
-    simulate(workload, profiles, NODES, BASELINES["fixed"](), estimator=watcher)
+    simulate(workload, profiles, NODES, open_policy("fixed"), estimator=watcher)
     first, last = watcher.shown[0], watcher.shown[-1]
     assert first.timings == ()
     assert first.noise is None
@@ -273,7 +271,7 @@ def test_nobody_knows_what_a_step_shows_before_it_is_made(profiles: Profiles) ->
 def test_what_is_not_new_stays_the_same_object(profiles: Profiles) -> None:
     watcher = Watcher()
     workload = make_workload([(0, "light", 2, 64)])
-    simulate(workload, profiles, NODES, BASELINES["fixed"](), estimator=watcher)
+    simulate(workload, profiles, NODES, open_policy("fixed"), estimator=watcher)
     with_timing = [seen for seen in watcher.shown if seen.timings]
     assert len({id(seen.timings) for seen in with_timing}) == 1
     assert len({id(seen) for seen in watcher.shown}) == len(watcher.shown)
@@ -286,7 +284,7 @@ def test_jobs_learn_from_each_other_where_the_rules_say_so(profiles: Profiles) -
         workload,
         profiles,
         NODES,
-        BASELINES["fixed"](),
+        open_policy("fixed"),
         estimator=watcher,
         rules=SimulationRules(is_shared=True),
     )
@@ -329,8 +327,8 @@ def test_slowdown_and_restart_can_differ_by_application(profiles: Profiles) -> N
     rules = SimulationRules(
         slowdown_by_application={"light": 2.0}, restart_s_by_application={"heavy": 90}
     )
-    usual = simulate(workload, profiles, NODES, BASELINES["fifo"]())
-    changed = simulate(workload, profiles, NODES, BASELINES["fifo"](), rules=rules)
+    usual = simulate(workload, profiles, NODES, open_policy("fifo"))
+    changed = simulate(workload, profiles, NODES, open_policy("fifo"), rules=rules)
     light, heavy = changed.jobs
     assert light.ended_at - 90 == pytest.approx(2 * (usual.jobs[0].ended_at - 90), abs=EPOCHS)
     assert heavy.ended_at - usual.jobs[1].ended_at == 60
@@ -338,7 +336,7 @@ def test_slowdown_and_restart_can_differ_by_application(profiles: Profiles) -> N
 
 def test_dollars_are_those_of_all_nodes_to_the_end(profiles: Profiles) -> None:
     nodes = tuple(Node(name=f"n{place}", devices=4, dollars_per_hour=3.6) for place in range(2))
-    outcome = simulate(make_workload([(0, "light", 1, BASE)]), profiles, nodes, BASELINES["fifo"]())
+    outcome = simulate(make_workload([(0, "light", 1, BASE)]), profiles, nodes, open_policy("fifo"))
     assert outcome.dollars == pytest.approx(7.2 * outcome.makespan_s / 3600)
     summary = outcome.summary()
     assert summary["jct_average_s"] == outcome.average_s

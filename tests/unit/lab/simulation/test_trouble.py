@@ -8,13 +8,10 @@ import pytest
 
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Placement
-from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.device_rows import assign_device_rows
+from yunlu.lab.simulation.cluster import assign_device_rows, parse_cluster
 from yunlu.lab.simulation.profiles import Profiles
-from yunlu.lab.simulation.result import SimulationResult
-from yunlu.lab.simulation.rules import Faults, SimulationRules
-from yunlu.lab.simulation.simulator import simulate
-from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.lab.simulation.simulator import Faults, SimulationResult, SimulationRules, simulate
+from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.values import Decision, PoolState
 
 NODES = parse_cluster("2x4")
@@ -44,7 +41,7 @@ def test_faults_delay_but_all_jobs_end_and_the_seed_decides(
 
     def run(faults: Faults, rules: SimulationRules) -> SimulationResult:
         return simulate(
-            workload, profiles, NODES, BASELINES["shortest"](), faults=faults, rules=rules
+            workload, profiles, NODES, open_policy("shortest"), faults=faults, rules=rules
         )
 
     for rules in (SimulationRules(), SimulationRules(is_event_driven=True)):
@@ -61,7 +58,7 @@ def test_a_crash_loses_only_what_was_not_saved(profiles: Profiles) -> None:
     workload = make_workload([(0, "heavy", 1, BASE)])
 
     def run(faults: Faults) -> float:
-        return simulate(workload, profiles, NODES, BASELINES["fifo"](), faults=faults).average_s
+        return simulate(workload, profiles, NODES, open_policy("fifo"), faults=faults).average_s
 
     sound_s = run(Faults())
     lost_s = run(Faults(crash_share=1.0, checkpoint_s=300)) - sound_s

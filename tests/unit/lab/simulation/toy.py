@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from yunlu.lab.simulation.profiles import Profiles, load_profiles
-from yunlu.lab.simulation.workload import Submission, Workload
+from yunlu.lab.simulation.profiles import Profiles, Submission, Workload, load_profiles
 
 BASE = 32
 EPOCHS = 6

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.fit_spot import HELD_OUT, fit_model, training_markets
 from benchmarks.pool_parts.spot import ROWS, draw_rows, make_job
 
-from yunlu.lab.spot.comparison import replay_jobs, summarise_policies
+from yunlu.lab.spot.replay import replay_jobs, summarise_policies
 from yunlu.lab.spot_command import SpotError, spot
-from yunlu.scheduler.spot.prior import PRIOR
+from yunlu.scheduler.spot import PRIOR
 
 
 def write_traces(folder: Path) -> None:

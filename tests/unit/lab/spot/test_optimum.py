@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.lab.spot.baselines import Greedy, UniformProgress
-from yunlu.lab.spot.optimum import find_optimum
+from yunlu.lab.spot.policies import Greedy, UniformProgress, find_optimum
 from yunlu.lab.spot.replay import replay
-from yunlu.scheduler.spot.values import DeadlineJob, Mode, SpotMarket, SpotObservation
+from yunlu.scheduler.spot import DeadlineJob, Mode, SpotMarket, SpotObservation
 
 
 @dataclass

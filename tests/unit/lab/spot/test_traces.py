@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from yunlu.lab.spot.interruptions import interrupt
-from yunlu.lab.spot.traces import TraceError, read_availability, read_prices
-from yunlu.scheduler.spot.prior import PRIOR
+from yunlu.lab.spot.traces import TraceError, interrupt, read_availability, read_prices
+from yunlu.scheduler.spot import PRIOR
 
 
 def write_trace(path: Path, counts: list[int], gap: int = 300) -> Path:

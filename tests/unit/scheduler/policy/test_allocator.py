@@ -26,7 +26,7 @@ from yunlu.hardware.fleet import Node
 from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
 from yunlu.scheduler.policy.fairness import FairnessRules
 from yunlu.scheduler.policy.shapes import count_nodes, lay_out_pool
-from yunlu.scheduler.policy.urgency import PolicyParams
+from yunlu.scheduler.policy.value_table import PolicyParams
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
 

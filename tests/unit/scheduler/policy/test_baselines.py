@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.scheduler.policy.baselines import BASELINES
+from yunlu.scheduler.policies import open_policy
 from yunlu.scheduler.policy.values import Demand, PoolState
+
+BASELINES = ("fifo", "backfill", "shortest", "fair", "tiresias", "optimus", "fixed")
 
 
 class Linear:
@@ -56,12 +58,12 @@ def state(*jobs: Demand, nodes: tuple[Node, ...] = (node("a"), node("b"))) -> Po
 
 
 def sizes(policy: str, given: PoolState) -> dict[str, int]:
-    decision = BASELINES[policy]().decide(given)
+    decision = open_policy(policy).decide(given)
     assert set(decision.reasons) == {each.id for each in given.jobs}
     return {name: placement.devices for name, placement in decision.placements.items()}
 
 
-@pytest.mark.parametrize("policy", list(BASELINES))
+@pytest.mark.parametrize("policy", BASELINES)
 def test_nothing_asked_nothing_given(policy: str) -> None:
     assert sizes(policy, state()) == {}
     assert sizes(policy, PoolState(now=0.0, nodes=(), jobs=(job("x"),))) == {}
@@ -70,7 +72,7 @@ def test_nothing_asked_nothing_given(policy: str) -> None:
 def test_fifo_lets_nobody_overtake() -> None:
     given = state(job("x", 6), job("y", 4), job("z", 1))
     assert sizes("fifo", given) == {"x": 6}
-    decision = BASELINES["fifo"]().decide(given)
+    decision = open_policy("fifo").decide(given)
     assert decision.reasons["x"].code == "started"
     assert decision.reasons["z"].code == "waits_for_devices"
 
@@ -83,7 +85,7 @@ def test_fixed_lets_small_jobs_slip_past() -> None:
 def test_a_job_larger_than_the_pool_does_not_stop_the_others(policy: str) -> None:
     given = state(job("huge", 9), job("x", 2))
     assert sizes(policy, given) == {"x": 2}
-    assert BASELINES[policy]().decide(given).reasons["huge"].code == "too_large"
+    assert open_policy(policy).decide(given).reasons["huge"].code == "too_large"
 
 
 def test_backfill_starts_only_what_does_not_delay_the_head() -> None:
@@ -102,7 +104,7 @@ def test_backfill_starts_only_what_does_not_delay_the_head() -> None:
 def test_shortest_interrupts_for_a_shorter_job() -> None:
     runs = job("runs", 8, held=held(("a", 4), ("b", 4)), remaining=80000.0)
     given = state(runs, job("short", 2, remaining=10.0))
-    decision = BASELINES["shortest"]().decide(given)
+    decision = open_policy("shortest").decide(given)
     assert set(decision.placements) == {"short"}
     assert decision.reasons["runs"].code == "preempted"
     stays = job("runs", 8, held=runs.held, remaining=80000.0, is_preemptible=False)
@@ -110,14 +112,14 @@ def test_shortest_interrupts_for_a_shorter_job() -> None:
 
 
 def test_tiresias_serves_who_had_little_first_and_keeps_the_order_of_demotion() -> None:
-    policy = BASELINES["tiresias"]()
+    policy = open_policy("tiresias")
     much = 16 * 3600.0
     policy.decide(state(job("x", 8), job("y", 8, served_device_s=much), job("z", 8)))
     decision = policy.decide(
         state(*(job(name, 8, served_device_s=much) for name in ("x", "y", "z")))
     )
     assert list(decision.placements) == ["y"]
-    fresh = BASELINES["tiresias"]().decide(
+    fresh = open_policy("tiresias").decide(
         state(*(job(name, 8, served_device_s=much) for name in ("x", "y", "z")))
     )
     assert list(fresh.placements) == ["x"]
@@ -142,25 +144,25 @@ def test_optimus_gives_more_to_the_longer_job() -> None:
     assert sum(found.values()) == 8
 
 
-@pytest.mark.parametrize("policy", list(BASELINES))
+@pytest.mark.parametrize("policy", BASELINES)
 def test_who_is_served_stays_where_it_is(policy: str) -> None:
     runs = job("runs", 4, held=held(("b", 4)), max_devices=4)
-    decision = BASELINES[policy]().decide(state(runs, job("next", 4, max_devices=4)))
+    decision = open_policy(policy).decide(state(runs, job("next", 4, max_devices=4)))
     assert decision.placements["runs"] == runs.held
     assert decision.placements["next"] == held(("a", 4))
     assert decision.reasons["runs"].code == "kept"
 
 
-@pytest.mark.parametrize("policy", list(BASELINES))
+@pytest.mark.parametrize("policy", BASELINES)
 def test_a_leaving_node_gets_nothing_new(policy: str) -> None:
     nodes = (node("a", is_leaving=True), node("b"))
     runs = job("runs", 2, held=held(("a", 2)), max_devices=2)
-    decision = BASELINES[policy]().decide(state(runs, job("next", 1, max_devices=1), nodes=nodes))
+    decision = open_policy(policy).decide(state(runs, job("next", 1, max_devices=1), nodes=nodes))
     for placement in decision.placements.values():
         assert {name for name, _ in placement.shares} == {"b"}
 
 
-@pytest.mark.parametrize("policy", list(BASELINES))
+@pytest.mark.parametrize("policy", BASELINES)
 def test_a_job_stays_with_types_it_can_use(policy: str) -> None:
     nodes = (node("a", type="old"), node("b", type="new"))
     given = state(
@@ -168,7 +170,7 @@ def test_a_job_stays_with_types_it_can_use(policy: str) -> None:
         job("y", 2, max_devices=4),
         nodes=nodes,
     )
-    decision = BASELINES[policy]().decide(given)
+    decision = open_policy(policy).decide(given)
     assert [name for name, _ in decision.placements["x"].shares] == ["b"]
     assert [name for name, _ in decision.placements["y"].shares] == ["a"]
 
@@ -177,7 +179,7 @@ SHARES = st.sampled_from([NOTHING, held(("a", 2)), held(("a", 1), ("b", 1)), hel
 
 
 @given(
-    policy=st.sampled_from(list(BASELINES)),
+    policy=st.sampled_from(BASELINES),
     asks=st.lists(
         st.tuples(st.integers(1, 10), SHARES, st.booleans(), st.booleans(), st.floats(0, 1e6)),
         max_size=8,
@@ -202,7 +204,7 @@ def test_no_policy_gives_a_device_twice_and_pinned_jobs_keep_theirs(
                 served_device_s=served,
             )
         )
-    decision = BASELINES[policy]().decide(state(*jobs))
+    decision = open_policy(policy).decide(state(*jobs))
     used = {"a": 0, "b": 0}
     for placement in decision.placements.values():
         for name, count in placement.shares:

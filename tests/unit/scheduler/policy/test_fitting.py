@@ -9,13 +9,13 @@ import pytest
 
 from yunlu.scheduler.policy import fitting
 from yunlu.scheduler.policy.fitting import Fitter, fit_throughput
-from yunlu.scheduler.policy.goodput import Throughput
-from yunlu.scheduler.policy.observations import (
+from yunlu.scheduler.policy.goodput import (
     BatchLimits,
     GradientNoise,
     NoisePoint,
     Observations,
     StepTiming,
+    Throughput,
 )
 
 TRUE = Throughput(0.06, 0.0015, 0.25, 0.004, 0.03, 0.006, 1.8)

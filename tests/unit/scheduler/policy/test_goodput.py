@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.goodput import FittedSpeed, ShapeList, Throughput, compute_goodputs
-from yunlu.scheduler.policy.observations import BatchLimits, GradientNoise
-from yunlu.scheduler.policy.residual_model import fit_residuals
+from yunlu.scheduler.policy.fitting import fit_residuals
+from yunlu.scheduler.policy.goodput import (
+    BatchLimits,
+    FittedSpeed,
+    GradientNoise,
+    ShapeList,
+    Throughput,
+    compute_goodputs,
+)
 
 THROUGHPUT = Throughput(0.05, 0.002, 0.2, 0.01, 0.02, 0.003, 2.0)
 LIMITS = BatchLimits(base=128, most=4096, local_least=32, local_most=512)

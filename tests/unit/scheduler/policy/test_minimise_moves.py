@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.scheduler.policy.minimise_moves import minimise_moves
+from yunlu.scheduler.policy.placement import minimise_moves
 from yunlu.scheduler.policy.values import Demand
 
 NODES = tuple(Node(name=name, devices=2) for name in "abcd")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.hardware.fleet import NOTHING, Node, Placement
-from yunlu.lab.simulation.sia_policy import SiaPolicy
-from yunlu.scheduler.policy.allocation_round import AllocationRound
+from yunlu.lab.simulation.sia import SiaPolicy
+from yunlu.scheduler.policy.allocator import AllocationRound
 from yunlu.scheduler.policy.fairness import FairnessRules
-from yunlu.scheduler.policy.several_types import SeveralTypesSizing
 from yunlu.scheduler.policy.shapes import allow_shapes, group_nodes, lay_out_groups
+from yunlu.scheduler.policy.value_table import SeveralTypesSizing
 from yunlu.scheduler.policy.values import Decision, Demand, PoolState, Team
 
 if TYPE_CHECKING:

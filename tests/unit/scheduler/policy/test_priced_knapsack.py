@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.knapsack_core import OpenChoices, solve_core
-from yunlu.scheduler.policy.priced_knapsack import IDLE, DeviceOptions, PricedSolution, solve_priced
+from yunlu.scheduler.policy.knapsack import (
+    IDLE,
+    DeviceOptions,
+    OpenChoices,
+    PricedSolution,
+    solve_core,
+    solve_priced,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from yunlu.scheduler.policy.remaining_work import WorkHistory
+from yunlu.scheduler.policy.value_table import WorkHistory
 
 
 def test_a_program_takes_what_it_took_before() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from yunlu.scheduler.policy.residual_model import ResidualModel, fit_residuals
+from yunlu.scheduler.policy.fitting import ResidualModel, fit_residuals
 
 
 def learn(*points: tuple[int, int, float, float]) -> ResidualModel:

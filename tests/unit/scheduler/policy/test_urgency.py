@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.scheduler.policy.urgency import PolicyParams, compute_urgency
+from yunlu.scheduler.policy.value_table import PolicyParams, compute_urgency
 
 DEVICES = np.arange(1, 2001)
 PLAIN = PolicyParams(others_power=0.6, turnover_power=60.0, expected_jobs=0.0, longest_weight=0.0)

@@ -25,7 +25,7 @@ from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.averages import recompute_averages
-from yunlu.training.asynchronous.coordinator import AsyncCoordinator, ServerProgress
+from yunlu.training.asynchronous.coordinator import AsyncTopology, ServerProgress
 from yunlu.training.asynchronous.rules import build_server_rules, check_job
 from yunlu.training.asynchronous.worker import AsyncEngine, train_worker
 from yunlu.training.attempt import begin_attempt
@@ -35,6 +35,7 @@ from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.engine import Engine
+from yunlu.training.runner import Runner
 from yunlu.training.tasks.task import Batch
 from yunlu.training.training_inputs import TrainingInputs
 
@@ -224,11 +225,11 @@ def test_a_stopped_run_goes_on_after_the_last_step_it_logged_though_workers_begi
             # The second of two shares of the second step is done in the second attempt, by a worker
             # that is there before the coordinator is.
             hand.work(tickets_before_the_coordinator)
-            parts = make_parts(Sentences(), job)
-            assert (
-                AsyncCoordinator(run, job, plan, parts, stop=stop, attempt=attempt).run()
-                is RunState.STOPPED
-            )
+            topology = AsyncTopology(devices=2)
+            topology.stop = stop
+            runner = Runner(run, job, topology, attempt=attempt)
+            runner.plan, runner.inputs = plan, make_parts(Sentences(), job)
+            assert runner.train() is RunState.STOPPED
             hand.close()
         kept.append(max(record["step"] for record, _ in run.read_metrics()))
     told = [event for event, _ in run.read_events() if isinstance(event, StateChanged)]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from yunlu.core.errors import StoreError
+from yunlu.core.framing import FrameReader, receive_frame
 from yunlu.core.secure_link import SecureLink
 from yunlu.core.value import Value
 from yunlu.runs.events import WorkerLost
@@ -20,7 +21,6 @@ from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import (
     LOCAL,
-    FrameDecoder,
     WorkerGroup,
     control_secret,
     read_worker_group,
@@ -56,7 +56,7 @@ class Machine:
             while not proving.done():
                 server.poll(0.01)
             proving.result()
-        self._unpacker = FrameDecoder()
+        self._reader = FrameReader()
         self.say(
             NodeHello(
                 node=name,
@@ -73,7 +73,10 @@ class Machine:
         self._door.poll(0.01)
 
     def receive(self) -> list[dict[str, Any]]:
-        return [*self._unpacker.feed(self._link.recv(1 << 16))]
+        found = [receive_frame(self._link, self._reader).control]
+        while self._link.pending:
+            found.append(receive_frame(self._link, self._reader).control)
+        return found
 
     def close(self) -> None:
         self._link.close()

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from yunlu.planning.plan import AutotuneTrial, StepSettings
-from yunlu.training.autotune.cache import load_cached, save_cached
-from yunlu.training.autotune.search import TunedSettings
+from yunlu.training.autotune.tune import TunedSettings, load_cached, save_cached
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.plan import StepSettings
-from yunlu.training.autotune.search import Knob, search
+from yunlu.training.autotune.tune import Knob, search
 
 START = StepSettings(threads=2, micro_batch=8)
 

@@ -17,13 +17,15 @@ from safetensors.torch import load_file
 from tests.checkpoints import load, read, write
 from yunlu.core.errors import CheckpointError, TrainingError
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.files import Snapshot
-from yunlu.training.checkpoint.manifest import pack_manifest
-from yunlu.training.checkpoint.save_group import SaveGroup, WriterAssignment, assign_writers
+from yunlu.training.checkpoint.files import Snapshot, describe_bytes, pack_manifest
 from yunlu.training.checkpoint.storage import LocalStorage
-from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.checkpoint.tensor_files import describe_bytes
-from yunlu.training.parallel.tensor_slices import TensorShard, TensorSlice, shard_of
+from yunlu.training.checkpoint.store import (
+    CheckpointStore,
+    SaveGroup,
+    WriterAssignment,
+    assign_writers,
+)
+from yunlu.training.tensor_slices import TensorShard, TensorSlice, shard_of
 
 WEIGHTS = "rank-00000.safetensors"
 

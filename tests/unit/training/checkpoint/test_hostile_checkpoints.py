@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.hostile import hostile_bytes
 from yunlu.core.errors import CheckpointError, ModelError
-from yunlu.training.checkpoint.manifest import VERSION, pack_manifest, parse_manifest
+from yunlu.training.checkpoint.files import VERSION, pack_manifest, parse_manifest
 from yunlu.training.models.initial_weights import _read_weights
 
 if TYPE_CHECKING:

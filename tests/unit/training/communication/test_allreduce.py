@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.communication.connected import close_all, in_threads, make_wires
+from yunlu.core.framing import HEADER_BYTES
 from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
 from yunlu.training.communication.allreduce.hierarchical import group_by_host
 from yunlu.training.communication.allreduce.rank_group import segments, split_evenly
 from yunlu.training.communication.allreduce.trees import TreeNode, double_tree_nodes, heap_tree_node
 from yunlu.training.communication.transport import LinkLostError
-from yunlu.training.communication.transport_session import _HEADER  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -86,7 +86,7 @@ def test_machines_with_any_number_of_workers_add_up(hosts: tuple[int, ...]) -> N
         }
         if len(set(hosts)) > 1:  # who does not lead sends its share to its leader, and that is all
             pieces = len(segments(slice(0, 5000), 4))
-            assert set(between.values()) <= {5000 * 4 + pieces * _HEADER.size}
+            assert set(between.values()) <= {5000 * 4 + pieces * HEADER_BYTES}
 
 
 def test_a_sum_does_not_depend_on_who_is_faster() -> None:
@@ -111,7 +111,7 @@ def test_the_fewest_bytes_travel(method: str) -> None:
     with _wires(*["127.0.0.1"] * 4) as transports:
         _sum_everywhere(transports, method, _inputs(4, 40_000), 0)
         for transport in transports:
-            body = transport.traffic.sent_bytes - transport.traffic.messages * _HEADER.size
+            body = transport.traffic.sent_bytes - transport.traffic.messages * HEADER_BYTES
             assert body == 2 * 3 * 40_000 * 4 // 4
 
 

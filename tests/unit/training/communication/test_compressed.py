@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.training.communication.crowd import run_workers
-from yunlu.training.communication.codecs.registry import CODECS, make_codec
+from yunlu.core.framing import HEADER_BYTES
+from yunlu.training.communication.codecs.registry import make_codec
 from yunlu.training.communication.compressed import (
     CompressedAllReduce,
     CompressedAllReducer,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.transport import Transport
 
 _LENGTH = 3 * 512 + 77
+CODECS = ("none", "fp16", "bf16", "int8", "int4", "onebit", "topk", "randomk")
 _LOSSY = [name for name in CODECS if name not in {"none", "fp16", "bf16"}]
 _SETTINGS = {"topk": 0.2, "randomk": 0.2}
 
@@ -89,7 +91,7 @@ def test_any_length_can_be_added_up(length: int) -> None:
 
 
 def test_the_bytes_are_those_of_the_codec() -> None:
-    length, size, header = 4 * 512, 4, 24
+    length, size, header = 4 * 512, 4, HEADER_BYTES
 
     def work(transport: Transport) -> int:
         run_steps(transport, make("int4"), [0], length)

@@ -26,13 +26,13 @@ from tests.unit.training.communication.served import (
 )
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import ModelError, TrainingError
+from yunlu.core.framing import encode_frame
 from yunlu.core.secure_link import connect_link, derive_secret
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.engine_adapter import ServerOptimizer, ticket_batches
 from yunlu.training.communication.servers.flat import FlatWeights
-from yunlu.training.communication.servers.frames import pack
 from yunlu.training.communication.servers.messages import (
     Pull,
     Push,
@@ -318,24 +318,26 @@ def test_strangers_and_damaged_messages_harm_nobody(tmp_path: Path):
     with serving(tmp_path, rules) as servers:
         address = read_address(servers.directory, 0)
         secret = derive_secret(address.token.encode(), "shard")
-        hello = b"".join(pack(dump_message(ServerHello(worker="bad"))))
+        hello = b"".join(encode_frame(dump_message(ServerHello(worker="bad"))))
         length = servers.shards[0].weights.body_bytes
         push = b"".join(
-            pack(dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length))
+            encode_frame(
+                dump_message(Push(ticket=Ticket(0), lr=1, items=1, version=0)), bytes(length)
+            )
         )
         damaged = bytearray(push)
         damaged[-3] ^= 1
-        too_long = b"".join(pack(dump_message(Pull()), bytes(length + 4)))
+        too_long = b"".join(encode_frame(dump_message(Pull()), bytes(length + 4)))
         strangers = [b"GET / HTTP/1.1\r\n\r\n", bytes(4096), hello, b"\x16\x03\x01" + bytes(500)]
         attempts = [
-            b"".join(pack(dump_message(TakeTicket()))),
-            b"".join(pack({**dump_message(ServerHello(worker="bad")), "extra": 1})),
-            b"".join(pack({"kind": "hello", "worker": "x" * 100_000})),
-            b"".join(pack({"kind": "hello", "worker": "\ud800"})),
+            b"".join(encode_frame(dump_message(TakeTicket()))),
+            b"".join(encode_frame({**dump_message(ServerHello(worker="bad")), "extra": 1})),
+            b"".join(encode_frame({"kind": "hello", "worker": "x" * 100_000})),
+            b"".join(encode_frame({"kind": "hello", "worker": "\ud800"})),
             hello + bytes(damaged),
             hello + too_long,
-            hello + b"".join(pack({"kind": "load", "pickle": "gASV"})),
-            hello + b"".join(pack({"kind": "push", "ticket": [0, 0], "lr": "nan"})),
+            hello + b"".join(encode_frame({"kind": "load", "pickle": "gASV"})),
+            hello + b"".join(encode_frame({"kind": "push", "ticket": [0, 0], "lr": "nan"})),
             hello + push[: len(push) // 2],
         ]
         group = [Worker(servers, "w0"), Worker(servers, "w1")]

@@ -1,10 +1,9 @@
-"""The parts of the parameter servers that need no connection: frames, journal, tickets, updates."""
+"""The parts of the parameter servers that need no connection: journal, tickets, updates."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,67 +15,11 @@ from torch import Tensor
 from yunlu.core.errors import CheckpointError, StoreError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
-from yunlu.training.communication.servers.frames import BadFrameError, Frame, FrameReader, pack
 from yunlu.training.communication.servers.journal import ShardJournal, write_state
 from yunlu.training.communication.servers.messages import CompleteTicket, Push
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, TicketSet, shard_ranges
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
 from yunlu.training.communication.servers.weights import HeldWeights, RefusedPushError
-
-
-def read_all(data: bytes, pieces: int = 7, **limits: int) -> list[Frame]:
-    reader = FrameReader(**limits)
-    place, frames = 0, list[Frame]()
-
-    def fill(into: memoryview) -> int:
-        nonlocal place
-        part = data[place : place + min(pieces, len(into))]
-        into[: len(part)] = part
-        place += len(part)
-        return len(part)
-
-    with suppress(EOFError):
-        while True:
-            frame = reader.read(fill)
-            if frame is not None:
-                frames.append(frame)
-    return frames
-
-
-def joined(control: dict[str, Any], body: bytes) -> bytes:
-    return b"".join(pack(control, body))
-
-
-@given(
-    st.lists(st.tuples(st.dictionaries(st.text(), st.integers()), st.binary()), max_size=4),
-    st.integers(1, 50),
-)
-def test_frames_come_out_as_they_went_in(sent: list[tuple[dict[str, int], bytes]], pieces: int):
-    data = b"".join(joined(control, body) for control, body in sent)
-    assert [
-        (each.control, bytes(each.body)) for each in read_all(data, pieces, body_bytes=999)
-    ] == sent
-
-
-@given(st.data())
-def test_a_damaged_frame_never_comes_out(data: st.DataObject):
-    whole = bytearray(joined({"a": 1}, b"12345678"))
-    place = data.draw(st.integers(0, len(whole) - 1))
-    whole[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(BadFrameError):
-        read_all(bytes(whole), body_bytes=999)
-
-
-def test_frames_too_long_or_not_ours_are_refused():
-    for data in (
-        joined({"a": 1}, bytes(100)),
-        joined({"a": "x" * 1000}, b""),
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"".join(pack(cast("Any", [1, 2]))),
-        b"".join(pack(cast("Any", float("nan")))),
-    ):
-        with pytest.raises(BadFrameError):
-            read_all(data, control_bytes=500, body_bytes=99)
 
 
 def make_journal(directory: Path) -> ShardJournal:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 import tracemalloc
-from contextlib import ExitStack, closing
+import zlib
+from contextlib import ExitStack, closing, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from tests.unit.training.communication.connected import (
     make_wires,
 )
 from tests.waiting import LIMIT_S
+from yunlu.core import framing
+from yunlu.core.framing import HEADER_BYTES, encode_frame
 from yunlu.core.secure_link import SecureLink, derive_secret
 from yunlu.training.communication.transport import (
     LinkLostError,
@@ -35,8 +37,6 @@ from yunlu.training.communication.transport import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HEADER = struct.Struct("<2sBBIQQ")
-HELLO = struct.Struct("<2sBxI")
 SECRET = derive_secret(b"test", "transport", "transport")
 
 
@@ -65,17 +65,21 @@ def ends() -> Iterator[tuple[Transport, SecureLink, SecureLink]]:
 def _message(
     body: bytes, *, tag: int = 0, length: int | None = None, **changed: bytes | int
 ) -> bytes:
-    return (
-        HEADER.pack(
-            changed.get("magic", b"YW"),
-            changed.get("version", 1),
-            changed.get("channel", 0),
-            tag,
-            len(body) if length is None else length,
-            changed.get("checksum", xxhash.xxh3_64_intdigest(body)),
-        )
-        + body
+    fields = framing._FIELDS.pack(
+        changed.get("magic", framing._MAGIC),
+        changed.get("version", framing._VERSION),
+        changed.get("channel", 0),
+        tag,
+        changed.get("control", 0),
+        len(body) if length is None else length,
+        changed.get("checksum", xxhash.xxh3_64_intdigest(body)),
     )
+    check = changed.get("check", zlib.crc32(fields))
+    return fields + framing._CHECK.pack(check) + body
+
+
+def _hello(**said: object) -> bytes:
+    return bytes(encode_frame(said)[0])
 
 
 def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Transport]) -> None:
@@ -92,7 +96,7 @@ def test_everyone_hears_from_everyone_and_it_is_counted(trio: list[Transport]) -
         assert (
             transport.traffic.sent_bytes
             == transport.traffic.received_bytes
-            == 2 * (4000 + HEADER.size)
+            == 2 * (4000 + HEADER_BYTES)
         )
         assert transport.traffic.messages == 2
 
@@ -156,10 +160,12 @@ def test_channels_keep_their_own_order(trio: list[Transport]) -> None:
         _message(b"12345678", tag=1),
         _message(b"12345678", channel=1),
         _message(b"12345678", checksum=1),
+        _message(b"12345678", check=1),
+        _message(b"12345678", control=2),
         _message(b"1234567"),
         _message(b"123456789"),
         _message(b"12345678", length=2**63),
-        b"GET / HTTP/1.1\r\nHost: yunlu\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: yunlu.example\r\n\r\n",
     ],
 )
 def test_what_was_not_to_come_is_refused_and_the_others_go_on(
@@ -291,18 +297,19 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         first.start()
         turned_away: list[socket.socket | SecureLink] = [
             stack.enter_context(closing(_knock(store, said)))
-            for said in (HELLO.pack(b"YW", 1, 1), b"\x16\x03\x01" + bytes(500), b"GET /")
+            for said in (_hello(rank=1), b"\x16\x03\x01" + bytes(500), b"GET /")
         ]
         knocking: list[Thread] = []
         for said in (
-            HELLO.pack(b"HT", 1, 1),
-            HELLO.pack(b"YW", 2, 1),
-            HELLO.pack(b"YW", 1, 0),
-            HELLO.pack(b"YW", 1, 77),
+            _message(b'{"rank": 1}', magic=b"HT"),
+            _message(b'{"rank": 1}', version=2),
+            *(_hello(rank=rank) for rank in (0, 77, True, "1", [1])),
+            _hello(other=1),
+            _hello(rank=1, more="x" * 64),
         ):  # they know the secret, and are still no peers
             link = SecureLink(_knock(store, b""), SECRET, is_server=False)
             stack.callback(link.close)
-            knocking.append(Thread(target=link.sendall, args=[said], daemon=True))
+            knocking.append(Thread(target=_send, args=[link, said], daemon=True))
             knocking[-1].start()  # it is answered once rank 0 knows where everybody is
             turned_away.append(link)
         half = b"YUNLUc1"
@@ -318,6 +325,11 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
         assert into == b"hello"
         for caller in (*turned_away, *silent):
             assert _is_hung_up(caller)
+
+
+def _send(link: SecureLink, data: bytes) -> None:
+    with suppress(OSError):  # hung up already, when the one who listens gives up the rest
+        link.sendall(data)
 
 
 def _is_hung_up(caller: socket.socket | SecureLink) -> bool:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from yunlu.planning.large_batch import count_steps, phases_of
 from yunlu.spec.train import GrowBatchSpec
-from yunlu.training.data.batch_phases import PhasedOrder
-from yunlu.training.data.sample_order import BucketOrder, SampleOrder, StepOrder
+from yunlu.training.data.sample_order import BucketOrder, PhasedOrder, SampleOrder, StepOrder
 
 
 def plain(samples: int, batch: int) -> SampleOrder:

@@ -257,7 +257,7 @@ def test_a_text_that_every_row_repeats_is_held_once(
 def test_columns_come_back_as_they_were(
     large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yunlu.training.data.parquet._LARGE_CHUNK_BYTES", large)
+    monkeypatch.setattr("yunlu.training.data.readers._LARGE_CHUNK_BYTES", large)
     table = pa.table(
         {
             "n": [1, None, 3],

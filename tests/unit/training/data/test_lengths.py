@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from yunlu.training.data.lengths import expected_padding, lengths_of, longest_samples
+from yunlu.training.data.batches import expected_padding, lengths_of, longest_samples
 from yunlu.training.data.sample_order import StepOrder, make_order
 
 

@@ -21,8 +21,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from yunlu.training.data import packing
-from yunlu.training.data.packing import HFPacking, call_packed, can_pack_hf
+from yunlu.training.data import text
+from yunlu.training.data.text import HFPacking, call_packed, can_pack_hf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +166,7 @@ def test_what_cannot_be_packed_says_so_and_stays_as_it_was(model: Any) -> None:
 
 
 def test_attention_that_mixes_samples_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = packing.attend_apart
+    honest = text.attend_apart
 
     def mixing(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
         together = [sum(lengths[0])]
@@ -174,7 +174,7 @@ def test_attention_that_mixes_samples_is_found_out(monkeypatch: pytest.MonkeyPat
 
     model = bert()
     assert can_pack_hf(model)
-    monkeypatch.setattr(packing, "attend_apart", mixing)
+    monkeypatch.setattr(text, "attend_apart", mixing)
     assert not can_pack_hf(model)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError
 from yunlu.training.data.files import locate
-from yunlu.training.data.numbers import as_column, parse_cells
 from yunlu.training.data.readers import READERS, format_of
+from yunlu.training.data.table import as_column, parse_cells
 
 if TYPE_CHECKING:
     from pathlib import Path

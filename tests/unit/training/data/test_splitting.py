@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.splitting import limit_indices, split_indices
+from yunlu.training.data.sources import limit_indices, split_indices
 
 shares = st.floats(0, 0.4)
 

@@ -8,7 +8,7 @@ import pytest
 import soundfile
 
 from yunlu.core.errors import DataError, MissingPartError
-from yunlu.training.data.synthetic_speech import (
+from yunlu.training.data.synthetic import (
     DIGITS,
     SAMPLE_RATE,
     SPLITS,

@@ -9,8 +9,7 @@ import pytest
 
 from yunlu.spec.job import DataSpec
 from yunlu.training.data.sources import load_tables, read_text
-from yunlu.training.data.synthetic import generate
-from yunlu.training.data.synthetic_text import generate_dates, generate_reviews
+from yunlu.training.data.synthetic import generate, generate_dates, generate_reviews
 from yunlu.training.data.table import DataTable
 
 if TYPE_CHECKING:

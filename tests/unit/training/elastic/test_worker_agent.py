@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_what_is_said_while_the_line_is_made_is_not_lost(tmp_path: Path) -> None
 
     line: Any = Line()
     worker._client = line
-    with ours, theirs, worker._wake, worker._woken, selectors.DefaultSelector() as selector:
+    with ours, theirs, closing(worker._signals), selectors.DefaultSelector() as selector:
         assert worker._reconnect(selector)
     assert not hellos[0].is_ready
     assert worker._outbox is outbox
@@ -63,7 +64,7 @@ def test_a_worker_out_of_memory_says_so_in_words(
 ) -> None:
     worker = WorkerAgent(0, node="local", run=open_run(tmp_path))
     monkeypatch.setattr("yunlu.training.elastic.worker_agent._FLUSH_S", 0.0)
-    with worker._wake, worker._woken:
+    with closing(worker._signals):
         worker.report_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     (words,) = worker._outbox
     assert isinstance(words, Failed)

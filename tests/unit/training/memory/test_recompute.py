@@ -16,12 +16,12 @@ from yunlu.core.errors import ModelError
 from yunlu.planning.recompute import RecomputeMode
 from yunlu.training.memory.live_bytes import LiveBytes, peak_bytes
 from yunlu.training.memory.recompute import apply_recompute, recompute_savings
-from yunlu.training.models.batch_norm import allow_single_samples
-from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.matrix_factorization import MatrixFactorization
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import MLP, ConvNet, MatrixFactorization, allow_single_samples
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 
 IDS = torch.arange(2 * 12).reshape(2, 12) * 7 % 40
 MASK = torch.ones(2, 12, dtype=torch.long)

@@ -25,12 +25,12 @@ from yunlu.training.models.adapter import (
     merge_adapter,
     save_adapter,
 )
-from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.conv_gru import ConvGRU
-from yunlu.training.models.matrix_factorization import MatrixFactorization
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import MLP, ConvGRU, ConvNet, MatrixFactorization
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 
 peft: Any = pytest.importorskip("peft")
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.cnn import ConvNet
+from yunlu.training.models.networks import ConvNet
 
 
 @pytest.mark.parametrize("edges", [(1, 1), (8, 8), (7, 5), (40, 130)])

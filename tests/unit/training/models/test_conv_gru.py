@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from yunlu.training.models.conv_gru import ConvGRU
+from yunlu.training.models.networks import ConvGRU
 
 
 @pytest.fixture

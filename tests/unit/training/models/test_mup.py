@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.mup import ScaledNorm, find_width_rule
 from yunlu.training.models.transformer import (
     Block,
     CausalTransformer,
+    ScaledNorm,
     TransformerClassifier,
+    find_width_rule,
     initialize,
 )
 

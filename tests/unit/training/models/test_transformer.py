@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
 from yunlu.training.models.transformer import (
     CausalTransformer,
+    Seq2SeqTransformer,
     TransformerClassifier,
     rotary_angles,
     rotate,

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}
 LENGTHS = [5, 1, 12, 3, 12, 7]

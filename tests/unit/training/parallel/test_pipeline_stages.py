@@ -28,10 +28,13 @@ from transformers import (
 )
 
 from yunlu.core.errors import ModelError
-from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import Block, CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import MLP, ConvNet
+from yunlu.training.models.transformer import (
+    Block,
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.parallel.pipeline_stages import (
     PipelineStage,
     check,

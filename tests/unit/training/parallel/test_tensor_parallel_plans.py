@@ -11,10 +11,12 @@ from torch import nn
 from yunlu.core.errors import ModelError
 from yunlu.spec.job import AdapterSpec
 from yunlu.training.models.adapter import add_adapter
-from yunlu.training.models.cnn import ConvNet
-from yunlu.training.models.mlp import MLP
-from yunlu.training.models.seq2seq import Seq2SeqTransformer
-from yunlu.training.models.transformer import CausalTransformer, TransformerClassifier
+from yunlu.training.models.networks import MLP, ConvNet
+from yunlu.training.models.transformer import (
+    CausalTransformer,
+    Seq2SeqTransformer,
+    TransformerClassifier,
+)
 from yunlu.training.parallel.tensor_parallel_plans import (
     find_head,
     find_styles,

@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from yunlu.training.precision import Precision, PrecisionChange
 from yunlu.training.precision.adaptive import LONGEST_WAIT
 from yunlu.training.precision.modules import find_candidates
-from yunlu.training.precision.range_probes import FiniteProbe, RangeProbe
-from yunlu.training.precision.spikes import SpikeDetector
+from yunlu.training.precision.policy import SpikeDetector
+from yunlu.training.precision.ranges import FiniteProbe, RangeProbe
 
 CPU = torch.device("cpu")
 

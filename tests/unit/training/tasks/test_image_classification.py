@@ -13,8 +13,8 @@ from torch import nn
 from yunlu.core.errors import DataError, ModelError
 from yunlu.core.settings import use_keras_on_torch
 from yunlu.spec.job import Job
+from yunlu.testing.tasks import TaskContract
 from yunlu.training.data.batches import sequential_batches
-from yunlu.training.tasks.contract import TaskContract
 from yunlu.training.tasks.image_classification import ImageClassification
 
 # Keras saves its variables through an interface that NumPy 2 no longer likes.
@@ -67,6 +67,9 @@ class TestContract(TaskContract):
         return make_job(
             {"train": "sklearn:digits", "limit": 64}, {"name": "cnn", "args": {"channels": [4]}}
         )
+
+    def make_inputs(self) -> list[np.ndarray]:
+        return [np.eye(8) * 16, np.ones((8, 8)) * 3]
 
 
 def test_a_folder_of_images_is_learned_and_scored(tmp_path: Path) -> None:

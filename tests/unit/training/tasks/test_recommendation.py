@@ -14,7 +14,7 @@ from yunlu.spec.job import Job
 from yunlu.training.data.batches import sequential_batches
 from yunlu.training.data.synthetic import generate
 from yunlu.training.data.table import DataTable
-from yunlu.training.models.matrix_factorization import MatrixFactorization
+from yunlu.training.models.networks import MatrixFactorization
 from yunlu.training.tasks.recommendation import TEST_NEGATIVES, RankingScorer, Recommendation
 from yunlu.training.tasks.task import Batch, Samples, SavesArtifacts, Task
 

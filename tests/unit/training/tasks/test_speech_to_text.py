@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
+from yunlu.testing.tasks import TaskContract
 from yunlu.training.data.batches import sequential_batches
-from yunlu.training.tasks.contract import TaskContract
 from yunlu.training.tasks.speech_to_text import SpeechToText
 
 RATE = 8000
@@ -86,6 +86,9 @@ class TestContract(TaskContract):
 
     def make_job(self) -> Job:
         return make_job(self.folder)
+
+    def make_inputs(self) -> list[str]:
+        return [str(file) for file in sorted(self.folder.rglob("*.wav"))[:3]]
 
 
 def test_a_language_of_beeps_is_learned(tmp_path: Path) -> None:

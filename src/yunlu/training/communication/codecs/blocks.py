@@ -150,4 +150,16 @@ def _round(rows: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     return torch.mul(rows, inverse.view(-1, 1)).round_(), scales
 
 
-INT8, INT4, ONE_BIT = _Int8(), _Int4(), _OneBit()
+def make_int8(block: int | None = None) -> BlockQuantizer:
+    """8 bits per value."""
+    return BlockQuantizer("int8", _Int8(), block=block or 256)
+
+
+def make_int4(block: int | None = None) -> BlockQuantizer:
+    """4 bits per value."""
+    return BlockQuantizer("int4", _Int4(), block=block or 64)
+
+
+def make_one_bit(block: int | None = None) -> BlockQuantizer:
+    """Signs only."""
+    return BlockQuantizer("onebit", _OneBit(), block=block or 512)

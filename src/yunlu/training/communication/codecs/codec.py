@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Encodes fp32 values as bytes and back; the size depends only on the number of values.
 

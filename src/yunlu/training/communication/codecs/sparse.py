@@ -43,6 +43,8 @@ class TopKCodec:
     def encode(self, values: Tensor, out: Tensor, *, seed: int) -> None:
         """See ``Codec``."""
         del seed
+        if not len(values):
+            return
         count = count_selected(len(values), self.share)
         positions = find_largest(values.abs().numpy(), count)
         blocks = -(-len(values) // _BLOCK)
@@ -56,6 +58,8 @@ class TopKCodec:
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See ``Codec``."""
+        if not len(out):
+            return
         count = count_selected(len(out), self.share)
         starts = np.arange(0, len(out), _BLOCK)
         counts_bytes = _COUNT_BYTES * len(starts)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import CheckpointError, StoreError
 from yunlu.core.files import sync_directory
-from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
+from yunlu.core.framing import FrameError, FrameReader, encode_frame
+from yunlu.core.secure_link import drop_sent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from yunlu.training.communication.servers.frames import Frame
+    from yunlu.core.framing import Frame
 
 _STATE = "state"
 _ANY_BYTES = 1 << 62
@@ -71,7 +72,7 @@ class ShardJournal:
 
     def append(self, control: Mapping[str, Any], body: Buffer = b"") -> None:
         """Append a change; durable when this returns."""
-        pieces = pack(control, body)
+        pieces = encode_frame(control, body)
         total = sum(len(piece) for piece in pieces)
         try:
             _write(self._log, pieces)
@@ -118,7 +119,7 @@ class ShardJournal:
                     if reader.is_between or not is_complete:
                         return
                     raise self._damage(name, "it ends too early") from None
-                except BadFrameError as error:
+                except FrameError as error:
                     raise self._damage(name, str(error)) from error
                 if frame is not None:
                     self.log_bytes = file.tell()
@@ -136,7 +137,7 @@ def write_state(directory: Path, control: Mapping[str, Any], *bodies: Buffer) ->
     temporary = directory / f".{_STATE}.part"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        _write(descriptor, pack(control, *bodies))
+        _write(descriptor, encode_frame(control, *bodies, limit_bytes=_ANY_BYTES))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -147,8 +148,4 @@ def write_state(directory: Path, control: Mapping[str, Any], *bodies: Buffer) ->
 def _write(descriptor: int, pieces: list[memoryview]) -> None:
     remaining = list(pieces)
     while remaining:
-        count = os.writev(descriptor, remaining)
-        while remaining and count >= len(remaining[0]):
-            count -= len(remaining.pop(0))
-        if remaining:
-            remaining[0] = remaining[0][count:]
+        drop_sent(remaining, os.writev(descriptor, remaining))

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from yunlu.core.framing import FrameError
 from yunlu.core.value import Value
-from yunlu.training.communication.servers.frames import BadFrameError
 from yunlu.training.communication.servers.rules import ServerRules, Ticket
 
 if TYPE_CHECKING:
-    from yunlu.training.communication.servers.frames import Frame
+    from yunlu.core.framing import Frame
 
 HELLO_BYTES = 16 << 10
-"""Size limit of a frame before the token is checked."""
+"""Size limit of the first request."""
+REQUEST_BYTES = 256 << 10
+"""Size limit of a request or reply, without the array that follows it."""
 _NonNegative = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -128,12 +130,12 @@ _requests: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def read_request(frame: Frame) -> Request:
-    """Parse a request; ``BadFrameError`` if it is invalid."""
+    """Parse a request; ``FrameError`` if it is invalid."""
     try:
         return _requests.validate_python(frame.control)
     except ValidationError as error:
         # Its contents are not repeated: they may include a token.
-        raise BadFrameError(f"invalid request ({error.error_count()} errors)") from None
+        raise FrameError(f"invalid request ({error.error_count()} errors)") from None
 
 
 def read_reply(frame: Frame) -> ServerReply:
@@ -141,7 +143,7 @@ def read_reply(frame: Frame) -> ServerReply:
     try:
         return ServerReply.model_validate(frame.control)
     except ValidationError as error:
-        raise BadFrameError("invalid reply") from error
+        raise FrameError("invalid reply") from error
 
 
 def dump_message(message: Value) -> dict[str, Any]:

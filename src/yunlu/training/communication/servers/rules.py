@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from yunlu.core.value import Value
+from yunlu.spec.communication import CodecName
 from yunlu.spec.train import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class ServerRules(Value):
     by an estimate of the curvature (Zheng et al. 2017)."""
     delay_strength: Annotated[float, Field(ge=0)] = 0.04
     """Strength of delay compensation: lambda of Zheng et al. 2017."""
-    codec: str = "none"
+    codec: CodecName = "none"
     """Codec of gradients."""
-    pull_codec: str = "none"
+    pull_codec: CodecName = "none"
     """Codec of weights sent to workers; a snapshot is exact."""
     codec_share: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of values sent by sparse codecs."""
@@ -67,7 +68,7 @@ class ServerRules(Value):
             raise ValueError(f"backups: workers do not wait in mode {self.mode}")
         if self.mode == "bsp" and self.correction != "none":
             raise ValueError("correction: in mode bsp no gradient is stale")
-        if self.optimizer.name in {"lamb", "lars"} or self.optimizer.state != "fp32":
+        if self.optimizer.traits.needs_whole_weights or self.optimizer.state != "fp32":
             raise ValueError(
                 "optimizer: servers hold ranges of weights, not layers; use adamw or sgd"
             )

@@ -9,16 +9,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret
+from yunlu.core.framing import FrameError, FrameReader, encode_frame
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret, drop_sent
 from yunlu.training.communication.servers.address import ServerAddress, publish_address
-from yunlu.training.communication.servers.frames import (
-    CONTROL_BYTES,
-    BadFrameError,
-    FrameReader,
-    pack,
-)
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
+    REQUEST_BYTES,
     ClaimTicket,
     CompleteTicket,
     PauseServer,
@@ -42,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Buffer
 
+    from yunlu.core.framing import Frame
     from yunlu.training.communication.servers.dispatcher import Dispatcher
-    from yunlu.training.communication.servers.frames import Frame
     from yunlu.training.communication.servers.messages import Request
     from yunlu.training.communication.servers.store import Shard
 
@@ -165,7 +161,7 @@ class ShardServer:
             return
         except (OSError, EOFError) as error:
             self._disconnect(link, str(error) or "the connection closed")
-        except BadFrameError as error:
+        except FrameError as error:
             log.warning(
                 "rejected data of %s: %s", client.worker or "an unauthenticated client", error
             )
@@ -197,17 +193,13 @@ class ShardServer:
 
     def _write(self, client: _ClientConnection) -> None:
         while client.outgoing:
-            count = client.link.send(client.outgoing[0])
+            drop_sent(client.outgoing, client.link.sendmsg(client.outgoing))
             client.received_at = time.monotonic()
-            if count == len(client.outgoing[0]):
-                client.outgoing.popleft()
-            else:
-                client.outgoing[0] = client.outgoing[0][count:]
         self._selector.modify(client.link, selectors.EVENT_READ)
 
     def _reply(self, client: _ClientConnection, answer: ServerReply, body: Buffer = b"") -> None:
         client.received_at = time.monotonic()
-        client.outgoing.extend(pack(dump_message(answer), body))
+        client.outgoing.extend(encode_frame(dump_message(answer), body))
         self._selector.modify(client.link, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _disconnect(self, link: SecureLink, reason: str) -> None:
@@ -227,11 +219,11 @@ class ShardServer:
             self._greet(client, request)
             return
         if client.waiting is not None or client.outgoing:
-            raise BadFrameError("a request before the reply to the last one")
+            raise FrameError("a request before the reply to the last one")
         if isinstance(request, Push):
             self._take_gradient(client, request, frame.body)
         elif len(frame.body):
-            raise BadFrameError("unexpected bytes after a request")
+            raise FrameError("unexpected bytes after a request")
         elif isinstance(request, Pull):
             version, published = self._shard.publish(request.version)
             client.pulled = published if self._shard.rules.correction == "delay" else None
@@ -243,16 +235,16 @@ class ShardServer:
 
     def _greet(self, client: _ClientConnection, request: Request) -> None:
         if not isinstance(request, ServerHello):
-            raise BadFrameError("the first request is not a hello")
+            raise FrameError("the first request is not a hello")
         if request.index != self._shard.index:
-            raise BadFrameError(f"request for server {request.index}")
+            raise FrameError(f"request for server {request.index}")
         for other in list(self._clients.values()):
             if other.worker == request.worker:
                 # Reconnected before the loss was noticed; it keeps its tickets.
                 other.worker = ""
                 self._disconnect(other.link, "it reconnected")
         client.worker = request.worker
-        client.reader.control_bytes = CONTROL_BYTES
+        client.reader.control_bytes = REQUEST_BYTES
         client.reader.body_bytes = self._shard.weights.body_bytes
         if self._shard.dispatcher is not None:
             self._shard.dispatcher.join(request.worker, request.held)
@@ -273,7 +265,7 @@ class ShardServer:
         self, client: _ClientConnection, request: Request, tickets: Dispatcher | None
     ) -> None:
         if tickets is None:
-            raise BadFrameError("only the first server hands out tickets")
+            raise FrameError("only the first server hands out tickets")
         match request:
             case TakeTicket():
                 client.waiting = request
@@ -299,7 +291,7 @@ class ShardServer:
                 self._shard.complete(client.worker, request)
                 self._reply(client, ServerReply())
             case _:
-                raise BadFrameError("unexpected hello, or unknown ticket")
+                raise FrameError("unexpected hello, or unknown ticket")
 
     def _serve_waiting(self) -> None:
         """Reply to all clients whose requests can be answered now."""

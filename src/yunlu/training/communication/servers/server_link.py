@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunlu.core.errors import TrainingError
+from yunlu.core.framing import FrameError, FrameReader, send_frame
 from yunlu.core.secure_link import connect_link, derive_secret
 from yunlu.training.communication.servers.address import read_address
-from yunlu.training.communication.servers.frames import BadFrameError, FrameReader, pack
-from yunlu.training.communication.servers.messages import ServerHello, dump_message, read_reply
+from yunlu.training.communication.servers.messages import (
+    REQUEST_BYTES,
+    ServerHello,
+    dump_message,
+    read_reply,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,9 +24,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from yunlu.core.framing import Frame
     from yunlu.core.secure_link import SecureLink
     from yunlu.core.value import Value
-    from yunlu.training.communication.servers.frames import Frame
     from yunlu.training.communication.servers.messages import ServerReply
     from yunlu.training.communication.servers.rules import Ticket
     from yunlu.training.communication.transport_session import Traffic
@@ -32,7 +37,7 @@ _CONNECT_S = 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _UNACKNOWLEDGED_MS = 25_000
 """Limit for unacknowledged data, as long as keep-alive takes."""
-_LOST = (OSError, EOFError, BadFrameError)
+_LOST = (OSError, EOFError, FrameError)
 _T = TypeVar("_T")
 
 
@@ -186,7 +191,8 @@ class ServerLink:
         )
         try:
             enable_keepalive(link)
-            self._link, self._reader = link, FrameReader(body_bytes=self._body_bytes)
+            self._link = link
+            self._reader = FrameReader(control_bytes=REQUEST_BYTES, body_bytes=self._body_bytes)
             hello = ServerHello(
                 index=self._index,
                 worker=self._worker,
@@ -211,9 +217,7 @@ class ServerLink:
     def _put(self, request: Value, body: Buffer) -> None:
         assert self._link is not None
         self._link.settimeout(self._patience_s)
-        for piece in pack(dump_message(request), body):
-            self._link.sendall(piece)
-            self.traffic.sent_bytes += len(piece)
+        self.traffic.sent_bytes += send_frame(self._link, dump_message(request), body)
         self.traffic.messages += 1
 
     def _receive(self, timeout_s: float | None) -> Frame:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Buffer
 
-    from yunlu.training.communication.servers.frames import Frame
+    from yunlu.core.framing import Frame
     from yunlu.training.communication.servers.messages import Outcome
     from yunlu.training.communication.servers.rules import Ticket
 

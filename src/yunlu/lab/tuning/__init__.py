@@ -1,1 +1,0 @@
-"""Tuning methods replayed on recorded learning curves."""

@@ -1,1 +1,0 @@
-"""Autoscaling: how many nodes of which offer to have. Pure."""

@@ -1,0 +1,1 @@
+"""Contract tests of every door, for others to inherit."""

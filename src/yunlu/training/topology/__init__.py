@@ -1,0 +1,1 @@
+"""Topologies of a run: one worker, launched workers, an elastic group."""

@@ -18,10 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from yunlu.core.files import append_lines
 from yunlu.core.framing import FrameReader, receive_frame, send_frame
+from yunlu.core.processes import start_time
 from yunlu.core.secure_link import SecureLink
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.planning.layout import Layout
@@ -53,7 +52,7 @@ class LightWorkerGroup:
         self.run, self.target, self.generation = run, devices, 0
         self.job = json.loads((run.path / Document.JOB).read_bytes())["model"]["args"]
         self.is_asked = False
-        self.started_at = psutil.Process().create_time()
+        self.started_at = start_time()
         self.token = secrets.token_hex(8)
         self.server = socket.create_server(("127.0.0.1", 0))
         self.selector = selectors.DefaultSelector()

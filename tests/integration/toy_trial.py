@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from yunlu.core.files import append_lines, write_atomically
+from yunlu.core.processes import process_began_at, start_time
 from yunlu.runs.events import (
     AttemptStarted,
     CheckpointSaved,
@@ -62,10 +61,10 @@ class ToyTrial:
     def live(self) -> None:
         run = self.run
         attempts = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
-        started_at = psutil.Process().create_time()
+        started_at = start_time()
         run.emit(
             AttemptStarted(number=attempts + 1, pid=os.getpid(), process_started_at=started_at,
-            began_at=started_at,
+            began_at=process_began_at(),
         ))  # fmt: skip
         self.move("planning")
         args, train = self.job["model"]["args"], self.job["train"]

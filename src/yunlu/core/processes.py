@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     import psutil
 
-# The kernel rounds the instant of boot, on which start times are based, to a second.
-SAME_START_S = 2.0
+_SAME_START_S = 0.005  # half a clock tick of the kernel
 _STOP_S = 2.0
 _POLL_S = 0.01
 _PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36  # options of Linux's prctl
@@ -38,6 +37,7 @@ class ProcessHandle:
 
     pid: int
     started_at: float
+    """As ``start_time`` gives it."""
 
     def find(self) -> psutil.Process | None:
         """The process, unless it has ended."""
@@ -47,9 +47,9 @@ class ProcessHandle:
             if self.pid <= 0:
                 return None
             process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started_at) < SAME_START_S
+            is_same = is_same_start(start_time(self.pid), self.started_at)
             return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-        except (psutil.Error, ValueError, OverflowError, TypeError):  # or no number of a process
+        except (psutil.Error, OSError, ValueError, OverflowError, TypeError):  # or no pid at all
             return None
 
     def is_alive(self) -> bool:
@@ -64,10 +64,32 @@ class ProcessHandle:
 
 
 def start_time(pid: int | None = None) -> float:
-    """Start time of a process, by default of this one."""
-    import psutil  # noqa: PLC0415 - not needed to start a process
+    """Start time of a process, by default of this one, in seconds since boot.
 
-    return psutil.Process(pid).create_time()
+    Not by the system clock: when that is set, every process would seem to be another one.
+    """
+    if sys.platform != "linux":
+        import psutil  # noqa: PLC0415 - not needed to start a process
+
+        return psutil.Process(pid).create_time()
+    try:
+        line = Path(f"/proc/{pid or 'self'}/stat").read_bytes()
+    except FileNotFoundError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    # The name in brackets may hold spaces; the start is the 22nd field, the 20th after the name.
+    return int(line.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def is_same_start(one: float, other: float) -> bool:
+    """Whether two start times are of one process."""
+    return abs(one - other) < _SAME_START_S
+
+
+def process_began_at() -> float:
+    """When this process started, by the system clock."""
+    if sys.platform != "linux":
+        return start_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_time())
 
 
 def start_process(

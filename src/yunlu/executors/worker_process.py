@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import StoreError, missing_part
 from yunlu.core.json_decode import decode_json
 from yunlu.core.processes import (
-    SAME_START_S,
     ProcessHandle,
+    is_same_start,
     reap_in_background,
     start_process,
     start_time,
@@ -76,7 +76,7 @@ class WorkerProcess:
 
     def _child(self) -> subprocess.Popen[bytes] | None:
         started_at, child = _children.get(self.pid, (0.0, None))
-        return child if abs(started_at - self.process_started_at) < SAME_START_S else None
+        return child if is_same_start(started_at, self.process_started_at) else None
 
     def _is_running(self) -> bool:
         child = self._child()

@@ -166,7 +166,7 @@ def _start_s(run: RunStore) -> float | None:
         events = (event for event, _ in run.read_events())
         attempt = next(event for event in events if isinstance(event, AttemptStarted))
         step, _ = next(run.read_metrics())
-        if attempt.began_at == attempt.process_started_at:
+        if attempt.own_process:
             return max(step["at"] - attempt.began_at, 0.0)
     return None
 

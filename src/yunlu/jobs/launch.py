@@ -9,11 +9,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from yunlu.core.errors import JobError, StoreError, TrainingError
 from yunlu.core.json_decode import decode_json
-from yunlu.core.processes import forward_signals
+from yunlu.core.processes import forward_signals, start_time
 from yunlu.executors.external_launcher import (
     current_launch,
     run_follower,
@@ -158,16 +156,16 @@ def _is_restart(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 def identify(launch: LaunchInfo) -> dict[str, Any]:
     """Identity of a launch, stored with the run it started."""
     host = socket.gethostname()
-    parent = psutil.Process().ppid()
+    parent = os.getppid()
     try:
-        since = psutil.Process(parent).create_time()
-    except psutil.Error:  # no parent
+        since = start_time(parent)
+    except OSError:  # of another process namespace
         since = 0.0
     return {
         "launcher": launch.launcher,
         "id": launch.id,
         "restarts": launch.restarts,
-        "agent": f"{host} {parent} {since:.0f}",
+        "agent": f"{host} {parent} {since:.2f}",
         "asker": f"{host} {os.getpid()}",
     }
 

@@ -125,9 +125,11 @@ class AttemptStarted(RunEvent):
     """1 for the first."""
     pid: int
     process_started_at: float
-    """With the pid it identifies the process."""
+    """In seconds since boot; with the pid it identifies the process."""
     began_at: float
     """When the attempt began; later than the process where that existed before."""
+    own_process: bool = True
+    """The process was started for this attempt, at ``began_at``."""
     devices: int | None = None
     """Devices of the attempt; None where a single worker trains."""
 

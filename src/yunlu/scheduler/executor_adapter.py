@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import start_time
 from yunlu.executors.executor import LeaseState
 from yunlu.executors.lease_executor import read_record as read_leases
 from yunlu.executors.registry import is_elsewhere
@@ -156,7 +157,7 @@ class ExecutorAdapter:
                 result = wanted.keys() & {*process.cmdline()}
                 if not result or os.getsid(process.pid) != process.pid:
                     continue
-                started_at = process.create_time()
+                started_at = start_time(process.pid)
             except (psutil.Error, OSError):
                 continue
             for path in result:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
-from yunlu.core.processes import start_time
+from yunlu.core.processes import process_began_at, start_time
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import Claim, HeldClaim
 from yunlu.training.callbacks import StopRequest
@@ -49,14 +49,15 @@ def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tupl
     ``began_at`` is given where the run is younger than the process.
     """
     number = len(read_attempts(directory)) + 1
-    process_at = start_time()
-    began_at = process_at if began_at is None else began_at
+    own_process = began_at is None
+    began_at = process_began_at() if began_at is None else began_at
     directory.emit(
         AttemptStarted(
             number=number,
             pid=os.getpid(),
-            process_started_at=process_at,
+            process_started_at=start_time(),
             began_at=began_at,
+            own_process=own_process,
         )
     )
     return number, began_at

@@ -21,6 +21,7 @@ from yunlu.core.processes import (
     describe_exit,
     forward_signals,
     piped_process,
+    process_began_at,
     start_process,
     start_time,
     stop_process,
@@ -58,6 +59,29 @@ def test_a_process_is_known_by_pid_and_start_time(sleeper: subprocess.Popen[byte
     assert sleeper.wait(LIMIT_S) == -signal.SIGTERM
     assert not handle.is_alive()
     handle.send_signal(signal.SIGKILL)
+
+
+def test_a_process_is_the_same_after_the_clock_was_set(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = ProcessHandle(sleeper.pid, start_time(sleeper.pid))
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 60.0)
+    assert handle.is_alive()
+
+
+def test_the_beginning_of_a_process_is_given_by_the_system_clock_too() -> None:
+    assert process_began_at() == pytest.approx(psutil.Process().create_time(), abs=2.0)
+
+
+def test_a_name_with_brackets_and_spaces_does_not_move_the_start_time(tmp_path: Path) -> None:
+    odd = tmp_path / "a) b (c"
+    odd.symlink_to("/bin/sleep")
+    child = start_process([str(odd), "600"])
+    try:
+        assert start_time(child.pid) == psutil.Process(child.pid)._proc.create_time(monotonic=True)
+    finally:
+        stop_process(child, number=signal.SIGKILL)
 
 
 @pytest.mark.parametrize("pid", [0, -1, 1 << 40, "x"])

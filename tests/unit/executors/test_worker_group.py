@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import start_time
 from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import WorkerProcess, record_worker
 from yunlu.jobs.resize import resize
@@ -40,7 +41,7 @@ def write_journal(run: RunStore, process: psutil.Process, *, port: int = 1) -> N
         node="local",
         host=socket.gethostname(),
         pid=process.pid,
-        process_started_at=process.create_time(),
+        process_started_at=start_time(process.pid),
         rank=0,
     )
     group = WorkerGroup(
@@ -96,7 +97,7 @@ def test_a_supervisor_that_took_over_answers_for_the_run(
     assert record is not None
     worker = WorkerProcess(
         pid=sleeper.pid,
-        process_started_at=sleeper.create_time(),
+        process_started_at=start_time(sleeper.pid),
         host=socket.gethostname(),
         detached=True,
     )
@@ -113,7 +114,7 @@ def test_only_a_worker_group_that_trains_can_be_resized(
         running,
         WorkerProcess(
             pid=sleeper.pid,
-            process_started_at=sleeper.create_time(),
+            process_started_at=start_time(sleeper.pid),
             host=socket.gethostname(),
             detached=True,
         ),

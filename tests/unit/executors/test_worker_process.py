@@ -8,6 +8,7 @@ import pytest
 
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import StoreError
+from yunlu.core.processes import start_time
 from yunlu.executors.worker_process import (
     ASYNCHRONOUS,
     SUPERVISOR,
@@ -58,7 +59,7 @@ def test_worker_runs_in_its_own_session_with_output_in_its_log(run):
 def test_started_worker_is_written_down(run, sleeper):
     assert recorded_worker(run) == sleeper
     assert sleeper.is_alive()
-    assert sleeper.process_started_at == psutil.Process(sleeper.pid).create_time()
+    assert sleeper.process_started_at == start_time(sleeper.pid)
 
 
 def test_stop_sends_sigterm(sleeper):

@@ -9,9 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
-
 from yunlu.core.files import append_lines, write_atomically
+from yunlu.core.processes import process_began_at, start_time
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import (
     AttemptStarted,
@@ -54,13 +53,13 @@ def main() -> int:
 
 def live(run: RunStore, fate: str, asked: threading.Event) -> int:
     attempts = sum(isinstance(event, AttemptStarted) for event, _ in run.read_events())
-    started_at = psutil.Process().create_time()
+    started_at = start_time()
     run.emit(
         AttemptStarted(
             number=attempts + 1,
             pid=os.getpid(),
             process_started_at=started_at,
-            began_at=started_at,
+            began_at=process_began_at(),
         )
     )
     run.emit(StateChanged(state="planning"))

@@ -101,11 +101,11 @@ def test_this_machine_is_a_device_and_an_offer_without_a_price(
     assert known.offer_of(probe()).dollars_per_hour == 1.25
 
 
-def started_run(home: Path, name: str, start_s: float | None, *, in_process_s: float = 0.0) -> None:
+def started_run(home: Path, name: str, start_s: float | None, *, own_process: bool = True) -> None:
     """A run that began at 1000 and made its first step later, or none."""
     (home / name).mkdir(parents=True)
     run = open_run(home / name)
-    run.emit(sample(AttemptStarted, began_at=1000.0, process_started_at=1000.0 - in_process_s))
+    run.emit(sample(AttemptStarted, began_at=1000.0, own_process=own_process))
     steps = [] if start_s is None else [start_s, start_s + 1.0]
     append_lines(
         run.path / Log.METRICS, [{"step": n, "at": 1000.0 + s} for n, s in enumerate(steps, 1)]
@@ -117,7 +117,7 @@ def test_how_long_a_start_takes_is_told_by_runs_that_started(own_home: Path) -> 
     for name, start_s in {"slow": 9.0, "usual": 7.0, "quick": 6.0, "none": None}.items():
         started_run(own_home, name, start_s)
     for name in ("fit-1", "fit-2", "fit-3"):
-        started_run(own_home, name, 0.1, in_process_s=60.0)
+        started_run(own_home, name, 0.1, own_process=False)
     (own_home / "fit-1" / "events.jsonl").write_text('{"v": 1, "kind": "attempt", "at": 0}\n')
     assert known.usual_start_s() == 7.0
 

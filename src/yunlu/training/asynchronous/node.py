@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from yunlu.core.private_process import make_process_private
+from yunlu.core.processes import start_time
 from yunlu.core.settings import read_settings
 from yunlu.planning.layout import Layout
 from yunlu.runs.documents import read_job, require_plan
@@ -207,7 +207,7 @@ class AsyncNodeAgent:
             node=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            process_started_at=psutil.Process().create_time(),
+            process_started_at=start_time(),
             devices=self._devices,
         )
 
@@ -234,7 +234,7 @@ class AsyncNodeAgent:
                     Forked(
                         worker=process.number,
                         pid=process.pid,
-                        process_started_at=psutil.Process(process.pid).create_time(),
+                        process_started_at=start_time(process.pid),
                     )
                 )
 

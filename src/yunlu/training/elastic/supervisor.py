@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from yunlu.core.addresses import bind_address
 from yunlu.core.private_process import make_process_private
-from yunlu.core.processes import SignalPipe, start_process, start_time, stop_process
+from yunlu.core.processes import (
+    SignalPipe,
+    process_began_at,
+    start_process,
+    start_time,
+    stop_process,
+)
 from yunlu.core.settings import worker_environment
 from yunlu.planning.layout import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
@@ -277,7 +283,7 @@ class Supervisor:
                 number=len(read_attempts(self.directory)) + 1,
                 pid=os.getpid(),
                 process_started_at=self._started_at,
-                began_at=self._started_at,
+                began_at=process_began_at(),
                 devices=self.coordinator.membership.target,
             )
         )

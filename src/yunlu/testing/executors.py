@@ -27,6 +27,7 @@ import psutil
 import pytest
 
 from yunlu.core.errors import StoreError
+from yunlu.core.json_decode import decode_json
 from yunlu.executors.executor import ExecutorError, LeaseState, NodeScaling
 from yunlu.executors.registry import executor_of
 from yunlu.hardware.fleet import NOTHING, Placement
@@ -148,9 +149,8 @@ def await_workers(run: RunStore, count: int) -> None:
 
 def check_samples(run: RunStore) -> None:
     """Each step up to the last took exactly its samples, each of them once."""
-    records = [
-        json.loads(line) for line in (Path(run.address) / Log.LEDGER).read_text().splitlines()
-    ]
+    lines = (Path(run.address) / Log.LEDGER).read_text().splitlines()
+    records = [decode_json(line) for line in lines]
     committed = {record["step"]: record for record in records}
     assert sorted(committed) == [*range(1, max(committed) + 1)]
     samples = events_of(run, DataOpened)[0].train

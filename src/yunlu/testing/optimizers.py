@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from yunlu.core.json_decode import decode_json
 from yunlu.spec.optimizers import HYPERPARAMETERS, traits_of
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.memory.gradient_release import release_gradients
@@ -303,7 +304,7 @@ def _half(weights: Sequence[Tensor], rows: range) -> list[TensorShard]:
 def _keep(optimizer: Any, names: dict[int, TensorShard]) -> _KeptState:
     shards, groups = optimizer_shards(optimizer, names)
     tensors = {name: shard.tensor.clone() for name, shard in shards.items()}
-    return _KeptState(tensors, json.loads(json.dumps(groups)))
+    return _KeptState(tensors, decode_json(json.dumps(groups)))
 
 
 def _restore(optimizer: Any, names: dict[int, TensorShard], kept: _KeptState) -> None:

@@ -10,6 +10,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 demo: $(VENV)/.train
 	$(BIN)/yunlu train examples/digits.yaml
 
+# What pytest makes of assertions is kept, whatever the environment says: it is half of what collecting costs.
+test test-long: export PYTHONDONTWRITEBYTECODE :=
+
 # Checked meanwhile, and one thread a process, and more of them than a small machine has cores: half of the
 # time tests wait.
 test: $(VENV)/.dev

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from scipy.signal import lfilter
 
-from yunlu.lab.spot.traces import read_availability
+from yunlu.lab.spot.replay import read_availability
 from yunlu.scheduler.spot import AGE_EDGES_S, HOUR_S, SpotModel
 
 if TYPE_CHECKING:

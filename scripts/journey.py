@@ -30,7 +30,7 @@ _seen, _codes, _spine, _before = set(), set(), set(), set()
 
 def _stack(frame):
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_source) and frame.f_code.co_name != "<module>":
+        if frame.f_code.co_filename.startswith(_source) and frame.f_code.co_flags & 1:
             _spine.add(frame.f_code.co_filename)
         frame = frame.f_back
 
@@ -44,7 +44,7 @@ def _called(frame, event, argument):
         _codes.discard(code)
         _stack(frame)
         _write()
-    if not code.co_filename.startswith(_source) or code.co_name == "<module>":
+    if not code.co_filename.startswith(_source) or not code.co_flags & 1:
         return
     _seen.add(code.co_filename)
     if code.co_filename.endswith(os.path.join("training", "loop.py")) and not _before:

@@ -17,8 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from yunlu.hardware.catalog import Catalog, load_catalog
-from yunlu.hardware.offer import Offer, write_offers
+from yunlu.hardware.catalog import Catalog, Offer, load_catalog, write_offers
 from yunlu.hardware.skypilot import read_skypilot
 
 DATA = Path(__file__).parents[1] / "src" / "yunlu" / "catalog" / "data"

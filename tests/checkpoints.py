@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from yunlu.training.checkpoint.files import CheckpointEntry, CheckpointReader, Snapshot
 from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.optimizer_state import (
+from yunlu.training.engine_state import (
     fill_optimizer,
     optimizer_shards,
     parameter_shards,

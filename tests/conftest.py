@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests.rewritten_assertions import rewrite_once
 from tests.waiting import wait_until
 from yunlu.runs.run_store import Document
 
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-profile") != "fuzz":
         # Hypothesis draws constants of the modules that happen to be imported: other tests decide.
         providers._get_local_constants = lambda: providers._local_constants
+    rewrite_once(config)
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from yunlu.planning.communication.measurements import WireFigures
+from yunlu.planning.communication.timing import WireFigures
 
 
 def make_even(

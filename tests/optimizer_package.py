@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.docs.pages import ROOT, blocks
-from yunlu.spec import entry_points, schema
+from yunlu.core import imports
+from yunlu.spec import schema
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,5 +36,5 @@ def use_lion(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     # What is installed is looked up once per process.
-    for module, name in ((entry_points, "_registered"), (schema, "_plain_schema")):
+    for module, name in ((imports, "_registered"), (schema, "_plain_schema")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)

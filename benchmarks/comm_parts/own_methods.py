@@ -9,8 +9,8 @@ from benchmarks.comm_parts.methods import Method, Seat, Summed, split_weights
 from yunlu.training.communication.allreduce import ALGORITHMS
 from yunlu.training.communication.allreducer import ThreadedAllReducer
 from yunlu.training.communication.compressed import make_compressed_allreducer
-from yunlu.training.communication.local import METHODS as LOCAL_METHODS
-from yunlu.training.communication.local import WeightAveraging
+from yunlu.training.communication.local_updates import METHODS as LOCAL_METHODS
+from yunlu.training.communication.local_updates import WeightAveraging
 from yunlu.training.communication.powersgd import as_matrix
 from yunlu.training.communication.transport import connect
 

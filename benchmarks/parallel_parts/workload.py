@@ -71,9 +71,9 @@ def make_data(directory: Path, steps: int) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
     from yunlu.spec.job import Job  # noqa: PLC0415
-    from yunlu.training.checkpoint.state import seed_everything  # noqa: PLC0415
     from yunlu.training.data.sample_order import StepOrder  # noqa: PLC0415
-    from yunlu.training.tasks.registry import open_task  # noqa: PLC0415
+    from yunlu.training.determinism import seed_everything  # noqa: PLC0415
+    from yunlu.training.tasks.task import open_task  # noqa: PLC0415
 
     make_text(directory / "text.txt", WORKLOAD)
     job = Job.model_validate(make_job(directory, "dp2", steps))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.ensemble import GradientBoostingRegressor
 
-from yunlu.planning.predict.correction import Correction, Forest, feature_table, is_wide
+from yunlu.planning.predict.intervals import Correction, Forest, feature_table, is_wide
 from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import numpy as np
 
 from benchmarks.planner_parts import memory_evidence
 from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.memory import peak_memory
-from yunlu.planning.predict.memory_constants import (
+from yunlu.planning.predict.memory import (
     NAMES,
     MemoryConstants,
     habit_features,
+    peak_memory,
     read_constants,
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.planner_parts.fit_correction import learn
 from yunlu.planning.predict.constants import NAMES, PRIORS, STACKS, Constants, from_logs
-from yunlu.planning.predict.correction import Correction, correct
+from yunlu.planning.predict.intervals import Correction, correct
 from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.planner_parts.evidence import Evidence
-    from yunlu.planning.predict.memory_constants import MemoryConstants
+    from yunlu.planning.predict.memory import MemoryConstants
     from yunlu.planning.predict.query_batch import QueryBatch
 
 SPREAD = 0.35

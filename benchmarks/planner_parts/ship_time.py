@@ -21,8 +21,7 @@ from benchmarks.planner_parts.fit_experts import fit_experts
 from benchmarks.planner_parts.fit_time import fit_model
 from yunlu.planning.predict import constants as product
 from yunlu.planning.predict.constants import NAMES, STACKS
-from yunlu.planning.predict.correction import write_correction
-from yunlu.planning.predict.intervals import make_spread, write_spread
+from yunlu.planning.predict.intervals import make_spread, write_correction, write_spread
 
 if TYPE_CHECKING:
     from benchmarks.planner_parts.evidence import Evidence

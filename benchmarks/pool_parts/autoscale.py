@@ -28,12 +28,13 @@ from rich.table import Table
 from benchmarks.pool_parts.autoscale_queue import make_queue, run_fixed, run_pool
 from yunlu.lab.spot.replay import (
     draw_starts,
+    interrupt,
+    read_prices,
     replay_jobs,
     replay_jobs_in_any_zone,
     summarise,
     summarise_policies,
 )
-from yunlu.lab.spot.traces import interrupt, read_prices
 from yunlu.scheduler.autoscaling import ScalingRules
 from yunlu.scheduler.spot import HOUR_S, PRIOR, DeadlineJob
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.hardware.fleet import Placement
-from yunlu.lab.spot.policies import Greedy, OnDemandOnly, UniformProgress
-from yunlu.lab.spot.replay import replay
+from yunlu.lab.spot.replay import Greedy, OnDemandOnly, UniformProgress, replay
 from yunlu.scheduler.autoscaling import (
     DeadlineWatch,
     NodeLease,

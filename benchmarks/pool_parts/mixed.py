@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.pool_parts.decisions import EnoughError, Timed
 from benchmarks.pool_parts.figures import Figure
-from yunlu.lab.simulation.policies import make_type_aware_policy
+from yunlu.lab.simulate_command import make_type_aware_policy
 from yunlu.lab.simulation.profiles import load_workload
 from yunlu.lab.simulation.sia import (
     SLOWDOWN,

@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.pool_parts.queue import BATCH
 from yunlu.hardware.fleet import Node
+from yunlu.lab.simulate_command import make_policy
 from yunlu.lab.simulation import simulator
 from yunlu.lab.simulation.job import SimulatedJob
-from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.profiles import (
     Application,
     Profiles,

@@ -22,12 +22,12 @@ from rich.table import Table
 from benchmarks.fit_spot import DEFAULT_FOLDER, HELD_OUT
 from yunlu.lab.spot.replay import (
     draw_starts,
+    read_availability,
     replay_jobs,
     replay_jobs_in_any_zone,
     summarise,
     summarise_policies,
 )
-from yunlu.lab.spot.traces import read_availability
 from yunlu.scheduler.spot import HOUR_S, DeadlineJob
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks.pool_parts.evidence import DEFAULT_FOLDER
+from yunlu.lab.simulate_command import make_type_aware_policy
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.policies import make_type_aware_policy
 from yunlu.lab.simulation.profiles import Profiles, load_application, load_profiles, load_workload
 from yunlu.lab.simulation.sia import (
     SLOWDOWN,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.tuning.view import StudyView
+    from yunlu.tuning.facts import StudyView
 
 Mode = Literal["static", "elastic"]
 BATCH = 128

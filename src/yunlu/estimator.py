@@ -15,12 +15,11 @@ from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, TrainingError, missing_part
 from yunlu.jobs import lifecycle
+from yunlu.jobs.lifecycle import create_run
 from yunlu.jobs.run import error_of, move
-from yunlu.jobs.run_creation import create_run
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.states import RunState
-from yunlu.spec.load import job_from_mapping
-from yunlu.spec.overrides import lay_fields
+from yunlu.spec.load import job_from_mapping, lay_fields
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

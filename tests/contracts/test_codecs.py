@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from yunlu.core.errors import JobError
-from yunlu.spec.entry_points import CODECS, known_names
+from yunlu.core.imports import CODECS, known_names
 from yunlu.testing.codecs import CodecContract
-from yunlu.training.communication.codecs.codec import IdentityCodec
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import IdentityCodec, make_codec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
+from yunlu.core.imports import POLICIES, known_names
 from yunlu.hardware.fleet import Placement
 from yunlu.scheduler.policies import PolicyError, open_policy
 from yunlu.scheduler.policy.baselines import Fifo
-from yunlu.spec.entry_points import POLICIES, known_names
 from yunlu.testing.policies import PolicyContract
 
 if TYPE_CHECKING:

@@ -15,19 +15,19 @@ from yunlu.core.errors import StoreError
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.run import log_tail, move, new_record, recent_metrics, replay
 from yunlu.jobs.run_log import follow
-from yunlu.runs.directory_store import DirectoryRunStore
-from yunlu.runs.documents import read_job, write_job
 from yunlu.runs.events import AttemptStarted, ErrorRaised, StateChanged
 from yunlu.runs.fold import read_view
-from yunlu.runs.home import find_runs, new_run, open_run
+from yunlu.runs.home import DirectoryRunStore, find_runs, new_run, open_run
 from yunlu.runs.run_store import (
     WORKER_LOG,
     Area,
     Claim,
     Document,
     Log,
+    read_job,
     require_local,
     text_logs,
+    write_job,
 )
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from yunlu.core.errors import JobError
-from yunlu.core.imports import call_with
-from yunlu.spec.entry_points import SAMPLERS, known_names, load_registered
+from yunlu.core.imports import SAMPLERS, call_with, known_names, load_registered
 from yunlu.spec.search import SearchSpec
 from yunlu.testing.samplers import SMALL, WIDE, SamplerContract
 from yunlu.tuning.methods.factory import make_method

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from yunlu.spec.job import Job
 from yunlu.testing.tasks import TaskContract
-from yunlu.training.tasks.registry import open_task
-from yunlu.training.tasks.task import Batch, Evaluation, Splits, call
+from yunlu.training.tasks.task import Batch, Evaluation, Splits, call, open_task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from yunlu.runs.run_store import Area, RunStore
 from yunlu.spec.job import Job
 from yunlu.testing.trackers import Curves, TrackerContract
 from yunlu.training.trackers.mlflow import MlflowTracker
-from yunlu.training.trackers.registry import TrackerThread, open_trackers
 from yunlu.training.trackers.tensorboard import TensorBoardTracker
+from yunlu.training.trackers.tracker import TrackerThread, open_trackers
 from yunlu.training.trackers.wandb import WandbTracker
 
 if TYPE_CHECKING:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.planning.plan import Plan, Prediction
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.engine import Engine
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.tasks.scoring import IGNORED, loss_sum
-from yunlu.training.tasks.task import Batch, Evaluation, Splits, call, logits_of
-from yunlu.training.training_inputs import TrainingInputs
+from yunlu.training.tasks.task import Batch, Evaluation, Splits, TrainingInputs, call, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-    from yunlu.planning.layout import Layout
+    from yunlu.planning.layouts import Layout
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

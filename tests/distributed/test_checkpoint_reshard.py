@@ -23,19 +23,19 @@ from torch.distributed.tensor.parallel import (
 
 from tests.checkpoints import load, read
 from tests.distributed.ranks import run_world
-from yunlu.planning.layout import AXES, Layout, parse_layout
+from yunlu.planning.layouts import AXES, Layout, parse_layout
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.storage import LocalStorage
 from yunlu.training.checkpoint.store import CheckpointStore, SaveGroup
-from yunlu.training.optim.fused_adam import FusedAdam
-from yunlu.training.optimizer_state import (
+from yunlu.training.engine_state import (
     empty_optimizer_shards,
     fill_optimizer,
     install_optimizer,
     optimizer_shards,
     parameter_shards,
 )
+from yunlu.training.optim.fused_adam import FusedAdam
 from yunlu.training.parallel.redistribute import gather_specs, redistribute
 from yunlu.training.parallel.world import World
 from yunlu.training.tensor_slices import fill, join_groups, shard_of, weights_of

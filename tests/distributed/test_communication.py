@@ -18,8 +18,8 @@ from tests.distributed.parity import NoScore, make_plan
 from tests.distributed.ranks import run_ranks, run_world
 from tests.even_links import make_even
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.measurements import WireFigures
-from yunlu.planning.layout import Layout
+from yunlu.planning.communication.timing import WireFigures
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import CommunicationChosen
 from yunlu.spec.job import Job
 from yunlu.training import loop
@@ -30,8 +30,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.parallel.sockets import is_connection_error
 from yunlu.training.parallel.world import World, form_world
-from yunlu.training.tasks.task import Batch, Splits, call
-from yunlu.training.training_inputs import TrainingInputs
+from yunlu.training.tasks.task import Batch, Splits, TrainingInputs, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

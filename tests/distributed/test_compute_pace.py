@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from yunlu.planning.layout import Layout
-from yunlu.training.communication import compute_pace
+from yunlu.planning.layouts import Layout
+from yunlu.training.communication import engine_communication
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed
@@ -26,12 +26,12 @@ def _compare(
     world = form_world(
         Layout(dp=size), rank, dist.FileStore(path, size), secret=b"test", device=CPU
     )
-    pacer = compute_pace.ComputePace()
+    pacer = engine_communication.ComputePace()
     for seconds in spans[rank]:
         pacer.record(seconds, replicas=2 * size)
     left = list(turns[rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute_pace, "measure_turns", lambda: left.pop(0))
+        patch.setattr(engine_communication, "measure_turns", lambda: left.pop(0))
         found = pacer.gather_step_times(world, planned_s=0.1)
     world.close()
     return found, len(turns[rank]) - len(left)
@@ -60,4 +60,4 @@ def test_a_newcomer_makes_a_burst_with_the_others(tmp_path: Path) -> None:
 
 
 def test_a_burst_is_over_in_its_time() -> None:
-    assert compute_pace.measure_turns(0.0) > 0
+    assert engine_communication.measure_turns(0.0) > 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.parallel import redistribute as exchanges
 from yunlu.training.parallel.redistribute import (
     UncoveredError,

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks, run_world
 from tests.waiting import LIMIT_S, wait_until
-from yunlu.planning.layout import Layout
-from yunlu.training.parallel import gloo_listeners
-from yunlu.training.parallel.gloo_listeners import close_listeners
-from yunlu.training.parallel.sockets import open_sockets
+from yunlu.planning.layouts import Layout
+from yunlu.training.parallel import sockets
+from yunlu.training.parallel.sockets import close_listeners, open_sockets
 from yunlu.training.parallel.world import World
 
 pytestmark = [
@@ -143,7 +142,7 @@ def test_connections_of_others_are_shut_and_ours_stay() -> None:
         assert reader.poll(LIMIT_S)
         assert reader.recv() == "connected"
         accepted_foreign, _ = listener.accept()
-        assert not gloo_listeners.is_own_connection(accepted_foreign)
+        assert not sockets.is_own_connection(accepted_foreign)
         close_listeners(before)
         assert reader.poll(LIMIT_S)
         assert reader.recv() == b""  # the stranger was hung up on

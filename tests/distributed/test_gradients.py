@@ -23,7 +23,7 @@ from tests.distributed.shared_steps import (
     furthest,
     summation_of,
 )
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.world import form_world
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.distributed.ranks import run_ranks
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.local import LocalRules, WeightAveraging
+from yunlu.training.communication.local_updates import LocalRules, WeightAveraging
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 pytestmark = pytest.mark.distributed

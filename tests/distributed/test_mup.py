@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import parity
 from tests.distributed.ranks import run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.parallel.world import World
 

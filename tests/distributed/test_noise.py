@@ -26,8 +26,8 @@ from tests.distributed.test_worker_groups import (
     wait_for_workers,
     write_job,
 )
-from yunlu.jobs.resize import resize
-from yunlu.planning.layout import Layout
+from yunlu.jobs.lifecycle import resize
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import BatchChanged, DataOpened, StateChanged
 from yunlu.runs.run_store import Log, RunStore
 from yunlu.spec.job import Job
@@ -37,7 +37,7 @@ from yunlu.training.engine import Engine
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.parallel.world import World
 from yunlu.training.tasks.python_objects import ObjectTask
-from yunlu.training.training_inputs import TrainingInputs
+from yunlu.training.tasks.task import TrainingInputs
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.parity import STEPS, train
 from tests.distributed.ranks import run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.world import World
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tests.distributed.ranks import run_world
 from tests.waiting import LIMIT_S
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.models.transformer import Block, CausalTransformer
 from yunlu.training.parallel.pipeline import Pipeline
 from yunlu.training.parallel.pipeline_stages import shared_names, split

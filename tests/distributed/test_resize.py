@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_plan, train
 from tests.distributed.ranks import run_ranks, run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training import loop
 from yunlu.training.engine import Engine
 from yunlu.training.parallel.redistribute import gather_specs, redistribute
 from yunlu.training.parallel.world import World, form_world
+from yunlu.training.tasks.task import TrainingInputs
 from yunlu.training.tensor_slices import join_groups
-from yunlu.training.training_inputs import TrainingInputs
 
 pytestmark = pytest.mark.distributed
 

@@ -27,10 +27,10 @@ from tests.waiting import LIMIT_S, wait_until
 from yunlu.core.files import read_lines
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules, Ticket
-from yunlu.training.communication.servers.shard import serve
+from yunlu.training.communication.servers.server import serve
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
+from yunlu.training.communication.servers.weights import FlatWeights
 
 pytestmark = pytest.mark.distributed
 

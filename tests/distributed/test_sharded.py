@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, alone, build, furthest
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.models.transformer import CausalTransformer, Seq2SeqTransformer
 from yunlu.training.parallel.fsdp import (
     UsedWeights,

@@ -12,10 +12,10 @@ from torch import nn
 from tests.distributed.parity import make_plan
 from tests.distributed.ranks import run_ranks
 from tests.even_links import make_even
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import ExpectedStep
-from yunlu.training.communication.compute_pace import ComputePace
+from yunlu.training.communication.engine_communication import ComputePace
 from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.parallel.world import form_world
 

@@ -19,7 +19,7 @@ from tests.distributed.shared_steps import (
     furthest,
     summation_of,
 )
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.models.networks import MLP
 from yunlu.training.models.transformer import (
     CausalTransformer,

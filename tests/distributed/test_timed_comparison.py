@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, build
 from tests.even_links import make_even
-from yunlu.planning.communication import switching
-from yunlu.planning.communication.measurements import WireFigures
-from yunlu.planning.layout import Layout
+from yunlu.planning.communication import method_choice
+from yunlu.planning.communication.timing import WireFigures
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import CommunicationChosen
 from yunlu.training import loop
-from yunlu.training.communication import timed_comparison
+from yunlu.training.communication import method_selector
 from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.communication.method_selector import MethodSelector
 from yunlu.training.parallel.world import World, form_world
@@ -76,11 +76,11 @@ def _try(
     clock = Clock(*seconds[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MethodSelector, "_measure", measure)
-        patch.setattr(switching, "_LEAST_STEPS", 1)
-        patch.setattr(switching, "_DOUBT", 1e9)
-        patch.setattr(timed_comparison, "STEPS_PER_METHOD", EACH)
-        patch.setattr(timed_comparison, "_TIMED_STEPS", EACH - 2)
-        patch.setattr(timed_comparison, "perf_counter", clock)
+        patch.setattr(method_choice, "_LEAST_STEPS", 1)
+        patch.setattr(method_choice, "_DOUBT", 1e9)
+        patch.setattr(method_selector, "STEPS_PER_METHOD", EACH)
+        patch.setattr(method_selector, "_TIMED_STEPS", EACH - 2)
+        patch.setattr(method_selector, "perf_counter", clock)
         engine = build(world, way, tell=tell)
         clock.engine = engine
         seen = Ways(engine)

@@ -17,7 +17,7 @@ import pytest
 from tests.sample_events import EventT
 from tests.waiting import wait_until
 from yunlu.core.errors import StoreError
-from yunlu.jobs.resize import resize
+from yunlu.jobs.lifecycle import resize
 from yunlu.runs.events import DataOpened, ErrorRaised, StateChanged, WorkerGroupFormed
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Log, RunStore

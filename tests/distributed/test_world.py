@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.distributed.ranks import run_ranks, run_world
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.world import World, form_world
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, build, furthest, summation_of
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.zero import OwnedWeights, choose_owners
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Document, RunStore
 from yunlu.training.elastic.messages import Assignment

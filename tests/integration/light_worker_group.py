@@ -23,7 +23,7 @@ from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.processes import start_time
 from yunlu.core.secure_link import SecureLink
 from yunlu.executors.worker_process import WorkerProcess, record_worker
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import (
     AttemptStarted,
     CheckpointSaved,

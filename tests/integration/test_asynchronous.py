@@ -20,7 +20,7 @@ from tests.integration.conftest import Yunlu
 from tests.sample_events import EventT
 from yunlu.core.files import read_lines
 from yunlu.jobs import lifecycle
-from yunlu.jobs.resize import resize
+from yunlu.jobs.lifecycle import resize
 from yunlu.runs.events import (
     AttemptStarted,
     CheckpointSaved,

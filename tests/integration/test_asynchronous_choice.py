@@ -27,7 +27,7 @@ import time
 import torch
 
 from yunlu.planning.communication import step_forecast
-from yunlu.training.communication import compute_pace
+from yunlu.training.communication import engine_communication
 from yunlu.training.tasks.language_modeling import LanguageModeling
 
 step_forecast.ASYNCHRONOUS_S = 0.1  # the run is short, and is to find it worth its while
@@ -50,7 +50,7 @@ def _begin():
 
 
 # What other programs leave of the machine would decide otherwise.
-compute_pace.measure_turns = lambda *_: 10.0 if _slow_s else 100.0
+engine_communication.measure_turns = lambda *_: 10.0 if _slow_s else 100.0
 os.register_at_fork(before=_count, after_in_child=_begin)
 
 

@@ -24,7 +24,7 @@ from tests.distributed.test_worker_groups import (
     write_job,
 )
 from yunlu.jobs import lifecycle
-from yunlu.jobs.resize import resize
+from yunlu.jobs.lifecycle import resize
 from yunlu.runs.events import (
     CommunicationChosen,
     DataOpened,

@@ -20,7 +20,7 @@ from yunlu.core.settings import worker_environment
 from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.trackers.mlflow import MlflowTracker
-from yunlu.training.trackers.registry import TrackerThread
+from yunlu.training.trackers.tracker import TrackerThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from yunlu.core.errors import MissingPartError
-from yunlu.executors import ray_link
+from yunlu.executors import ray_executor
 from yunlu.executors.executor import ExecutorError, LeaseState, Reserve
 from yunlu.executors.lease_executor import LeaseRecord
-from yunlu.executors.ray_executor import RayExecutor
-from yunlu.executors.ray_parse import (
+from yunlu.executors.ray_executor import (
     ClusterSurvey,
     PlacementGroupInfo,
+    RayExecutor,
     RayNode,
     count_awake,
     lease_name,
@@ -148,7 +148,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def nothing(_name: str) -> None:
         return None
 
-    monkeypatch.setattr(ray_link, "find_spec", nothing)
+    monkeypatch.setattr(ray_executor, "find_spec", nothing)
     with pytest.raises(MissingPartError, match=r"yunlu\[ray\]"):
         RayExecutor("ray://nowhere:10001").nodes()
 

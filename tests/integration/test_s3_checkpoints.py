@@ -11,7 +11,7 @@ import torch
 from tests.checkpoints import load
 from tests.distributed.ranks import run_world
 from tests.integration.test_s3_data import KEYS, s3  # noqa: F401 - a fixture
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import Snapshot
 from yunlu.training.checkpoint.storage import MANIFEST, open_storage

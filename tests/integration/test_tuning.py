@@ -25,6 +25,8 @@ from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore
+from yunlu.tuning.facts import StudyView
+from yunlu.tuning.records import read_view
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyDir, StudyError
 from yunlu.tuning.study_runner.runner import run_to_end
@@ -39,7 +41,6 @@ from yunlu.tuning.values import (
     Verdict,
     WaitForResults,
 )
-from yunlu.tuning.view import StudyView, read_view
 
 ROOT = Path(__file__).parents[2]
 KILLS = 4

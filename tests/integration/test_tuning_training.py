@@ -22,8 +22,7 @@ from yunlu.spec.load import job_from_mapping
 from yunlu.training import worker
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_runner.slots import LocalSlots
-from yunlu.tuning.study_runner.trial_events import read_trial_events
-from yunlu.tuning.study_runner.trial_runs import clone, write_verdict
+from yunlu.tuning.study_runner.trial_runs import clone, read_trial_events, write_verdict
 from yunlu.tuning.values import TrialState
 
 EPOCHS = 4

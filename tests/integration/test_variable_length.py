@@ -14,8 +14,7 @@ from tests.unit.training.tiny_hf import save_bert
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import expected_padding, lengths_of, step_batches
 from yunlu.training.data.sample_order import make_order
-from yunlu.training.tasks.registry import open_task
-from yunlu.training.tasks.task import collate_for, padding_options
+from yunlu.training.tasks.task import collate_for, open_task, padding_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

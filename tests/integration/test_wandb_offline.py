@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
-from yunlu.training.trackers.registry import TrackerThread, open_trackers
+from yunlu.training.trackers.tracker import TrackerThread, open_trackers
 
 run, resumed, first, last = open_run(Path(sys.argv[1])), sys.argv[2] == "yes", *map(int, sys.argv[3:])
 job = Job.model_validate({"task": "tabular-classification", "model": "mlp", "data": "sklearn:iris"})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 from rich.text import Text
 
-from yunlu.client.connect import default_client
+from yunlu.client import default_client
 from yunlu.core.errors import YunluError
 from yunlu.render.terminal.page import indented, make_console, print_json, print_value
 

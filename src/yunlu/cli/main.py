@@ -56,6 +56,15 @@ VERBS: dict[str, dict[str, str]] = {
     },
 }
 
+_FILES = {
+    **dict.fromkeys(("finetune", "resume"), "train"),
+    **dict.fromkeys(("submit", "priority", "pause"), "pool"),
+    **dict.fromkeys(("ps", "show", "logs", "report", "stop", "resize", "join"), "runs"),
+    **dict.fromkeys(("init", "validate", "schema"), "job_file"),
+    **dict.fromkeys(("doctor", "probe"), "machine"),
+}
+"""Files of verbs that are named otherwise than the verb."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
@@ -90,9 +99,8 @@ def build_app() -> App:
     for order, (title, verbs) in enumerate(VERBS.items()):
         group = Group(title, sort_key=order)
         for position, (verb, about) in enumerate(verbs.items()):
-            app.command(
-                f"yunlu.cli.{verb}:{verb}", name=verb, help=about, group=group, sort_key=position
-            )
+            place = f"yunlu.cli.{_FILES.get(verb, verb)}:{verb}"
+            app.command(place, name=verb, help=about, group=group, sort_key=position)
     app.command(
         "yunlu.cli.completion:install_completion",
         name="--install-completion",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from yunlu.client.connect import default_client
+from yunlu.client import default_client
 from yunlu.core.errors import JobError
 from yunlu.render.terminal.page import make_console, print_json, print_json_text, print_text
 
@@ -39,6 +39,7 @@ def plan(
     compare: bool = False,
     plot: Annotated[Path | None, Parameter(show_default=False)] = None,
     measure: bool = False,
+    rehearse: bool = False,
     json: bool = False,
 ) -> int:
     """Choose hardware, layout and precision for a job; predict memory, time and cost.
@@ -64,6 +65,7 @@ def plan(
         compare: Compare two jobs.
         plot: Plot cost against time into a file: out.png, out.svg or out.html.
         measure: Let a worker measure the job on this machine, without training it.
+        rehearse: Also run one step of the best option on fake tensors: its memory, and its errors.
         json: Print the answer as JSON.
     """
     goal = {
@@ -79,13 +81,25 @@ def plan(
     shown = {"top": top, "explain": explain or None, "plot": plot}
     if jobs[:1] == (_PREDICT,):
         job_options = {"set": overrides or None, "devices": devices}
-        modes = {"compare": compare or None, "measure": measure or None}
+        modes = {
+            "compare": compare or None,
+            "measure": measure or None,
+            "rehearse": rehearse or None,
+        }
         _refuse("plan predict", "it predicts rows as they are", goal | shown | job_options | modes)
         return _predict(jobs[1:], json=json)
     if compare:
-        _refuse("--compare", "it shows the best of each job", shown | {"measure": measure or None})
+        _refuse(
+            "--compare",
+            "it shows the best of each job",
+            shown | {"measure": measure or None, "rehearse": rehearse or None},
+        )
     if measure:
-        _refuse("--measure", "it makes one plan on this machine", goal | shown)
+        _refuse(
+            "--measure",
+            "it makes one plan on this machine",
+            goal | shown | {"rehearse": rehearse or None},
+        )
     changes = [
         f"goal.{name}={json_module.dumps(value)}"
         for name, value in goal.items()
@@ -101,6 +115,9 @@ def plan(
     if compare:
         return _compare(jobs, loaded, json=json)
     most = _USUAL_TOP if top is None else top
+    if rehearse:
+        _refuse("--rehearse", "it shows one option", {"plot": plot})
+        return _rehearse(loaded[0], top=most, explain=explain, json=json)
     return _show_options(loaded[0], top=most, explain=explain, plot=plot, json=json)
 
 
@@ -134,7 +151,7 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     outlook = default_client().plan(job, top=top, candidates=plot is not None)
     options = outlook.options
     if plot is not None:
-        from yunlu.render.drawing.plots import write_plan_plot  # noqa: PLC0415 (slow to import)
+        from yunlu.render.plots import write_plan_plot  # noqa: PLC0415 (slow to import)
 
         write_plan_plot(outlook, plot, title=job.name or job.task)
     if json:
@@ -151,6 +168,25 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     if plot is not None:
         print_text(f" picture in {plot}")
     return 1 if options.problems else 0
+
+
+def _rehearse(job: Job, *, top: int, explain: bool, json: bool) -> int:
+    client = default_client()
+    options = client.plan(job, top=top).options
+    rehearsal = client.rehearse(job, options.best)
+    if json:
+        print_json(
+            {
+                "plan": options.best.model_dump(mode="json"),
+                "rehearsal": rehearsal.model_dump(mode="json"),
+            }
+        )
+        return 1 if options.problems else 0
+    from yunlu.render.terminal.plan_options import rehearsal_block  # noqa: PLC0415 (slow to import)
+
+    code = _show_options(job, top=top, explain=explain, plot=None, json=False)
+    make_console().print(rehearsal_block(options.best, rehearsal))
+    return code
 
 
 def _compare(names: tuple[str, ...], jobs: list[Job], *, json: bool) -> int:

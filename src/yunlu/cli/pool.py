@@ -1,4 +1,4 @@
-"""``yunlu pool``: share devices among jobs; nodes, queue, and the reasons of decisions."""
+"""``yunlu pool``, ``submit``, ``priority``, ``pause``: share devices among jobs, and say why so."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 from rich.text import Text
 
-from yunlu.client.connect import default_client
+from yunlu.client import default_client
 from yunlu.core.errors import StoreError
-from yunlu.render.terminal.page import indented, make_console, print_json, print_value
+from yunlu.render.terminal.page import (
+    indented,
+    make_console,
+    print_json,
+    print_value,
+    state_text,
+    title_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -270,3 +277,106 @@ def _read_pairs(
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def submit(
+    job: str,
+    /,
+    *,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set")] = (),
+    plan: Annotated[str | None, Parameter(show_default=False)] = None,
+    name: Annotated[str | None, Parameter(show_default=False)] = None,
+    priority: int = 0,
+    team: str = "",
+    min_devices: Number = None,
+    max_devices: Number = None,
+    deadline: Annotated[str | None, Parameter(show_default=False)] = None,
+    budget: Annotated[float | None, Parameter(show_default=False)] = None,
+    json: bool = False,
+) -> int:
+    """Queue a job. The pool starts it in its turn, and gives it devices as they become free.
+
+    A job that names its devices or its whole layout keeps that size, unless bounds are given here.
+
+    Args:
+        job: The job file: YAML, or Python (jobs.py:name).
+        overrides: Change the job: --set train.epochs=3; may be repeated.
+        plan: Train so as `yunlu plan JOB --json > FILE` planned it: FILE, or FILE:2 for its second option.
+        name: Name of the run.
+        priority: Higher goes first.
+        team: Team whose quota it uses.
+        min_devices: Fewest devices it starts on.
+        max_devices: Most devices it is given.
+        deadline: When it should be finished: 90min, 36h, 1d 12h from now.
+        budget: Most it may cost, in dollars; it is paused when that is spent.
+        json: Print one JSON line.
+    """
+    from yunlu.spec.load import load_job, source_of  # noqa: PLC0415 (slow to import)
+
+    options = [f"name={name}"] if name else []
+    client = default_client()
+    queued = client.submit(
+        load_job(job, overrides=(*overrides, *options)),
+        source=source_of(job),
+        plan=None if plan is None else client.load_plan(plan),
+        priority=priority,
+        team=team,
+        min_devices=min_devices,
+        max_devices=max_devices,
+        deadline=deadline,
+        budget=budget,
+    )
+    if json:
+        print_json({"run": queued.run, "dir": queued.dir, "pool_is_up": queued.pool_is_up})
+        return 0
+    console = make_console()
+    size = f"{queued.least}" if queued.is_rigid else f"{queued.least} or more"
+    console.print(title_text(queued.run, f"queued, on {size}"))
+    if not queued.pool_is_up:
+        console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
+    else:
+        console.print(f" yunlu pool shows the queue; yunlu pool why {queued.run} explains")
+    if near := queued.similar_team:
+        text = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
+        console.print(text, style="yellow")
+    return 0
+
+
+def priority(run: str, number: int, /, *, json: bool = False) -> int:
+    """Change the priority of a queued run; the pool applies it at its next decision.
+
+    Args:
+        run: Its id, a unique prefix of it, or: last.
+        number: Higher goes first; 0 is usual.
+        json: Print one JSON line.
+    """
+    client = default_client()
+    run_id = client.run(run).id
+    entry = client.pool_change(run_id, priority=number)
+    if json:
+        print_json({"run": run_id, "priority": entry.priority})
+        return 0
+    make_console().print(Text.assemble((run_id, "bold"), f": priority {entry.priority}"))
+    return 0
+
+
+def pause(run: str = "last", /, *, json: bool = False) -> int:
+    """Save a checkpoint, release the devices, and wait for `yunlu resume`.
+
+    Args:
+        run: Its id, a unique prefix of it, or: last.
+        json: Print one JSON line.
+    """
+    client, console = default_client(), make_console()
+    run_id = client.run(run).id
+    with console.status(Text(f"pausing {run_id}: saving a checkpoint")):
+        paused = client.pause(run_id)
+    if json:
+        print_json({"run": paused.id, "state": paused.state, "step": paused.step})
+        return 0
+    step = f" at step {paused.step}" if paused.step else ""
+    result = f"is paused{step}; yunlu resume {paused.id} queues it again"
+    if not paused.state.can_resume:
+        result = f"has ended{step} before it could be paused"
+    console.print(state_text(paused.state), f" {paused.id} {result}")
+    return 0

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 from rich.text import Text
 
-from yunlu.client.connect import default_client
+from yunlu.client import default_client
 from yunlu.core.errors import error_of_code
 from yunlu.render.terminal.page import make_console, print_json
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from yunlu.cli.watching import STOPPED_CODE, counted_signals
-from yunlu.client.connect import default_client
+from yunlu.cli.train import STOPPED_CODE, counted_signals
+from yunlu.client import default_client
 from yunlu.core.errors import JobError, error_of_code
 from yunlu.render.terminal.page import make_console, print_json, print_note, title_text
 

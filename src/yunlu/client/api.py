@@ -9,13 +9,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from yunlu.client.connect import default_client
-from yunlu.client.finetuning import finetuning_job
+from yunlu.client import default_client
 from yunlu.core.errors import JobError, StoreError, missing_part
 from yunlu.core.settings import read_settings
 from yunlu.jobs import lifecycle
-from yunlu.jobs.base_model import find_model_directory
-from yunlu.jobs.job_input import build_job, plain, read_options
+from yunlu.jobs.job_input import (
+    build_job,
+    find_model_directory,
+    finetuning_job,
+    plain,
+    read_options,
+)
 from yunlu.jobs.launch import find_launch, train_to_end
 from yunlu.jobs.run import move
 from yunlu.jobs.submitted_plan import resolve_plan
@@ -33,12 +37,12 @@ if TYPE_CHECKING:
     from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
-    from yunlu.spec.goal import GoalSpec
-    from yunlu.training.load_model import LoadedModel
+    from yunlu.spec.job import GoalSpec
+    from yunlu.training.export import LoadedModel
 
 _LIVE_TASK = "yunlu.training.tasks.python_objects"
 _WORKER = "yunlu.training.worker"
-_LOADING = "yunlu.training.load_model"
+_LOADING = "yunlu.training.export"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         OfferedDevice,
         OwnershipPage,
     )
+    from yunlu.jobs.calibration import ForgottenRuns, ProbeProgress, ProbeResult
     from yunlu.jobs.doctor import MachineFindings
-    from yunlu.jobs.machine_probe import ForgottenRuns, ProbeProgress, ProbeResult
+    from yunlu.jobs.lifecycle import WorkerResize
     from yunlu.jobs.plan_options import PlanOutcome
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report, ReportPage
-    from yunlu.jobs.resize import WorkerResize
     from yunlu.jobs.run_log import LogCursor, RunUpdate
     from yunlu.jobs.run_view import (
         JoinTarget,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         RunList,
         StartedRun,
     )
-    from yunlu.planning.plan import Plan
+    from yunlu.planning.plan import Plan, Rehearsal
     from yunlu.runs.events import Event
     from yunlu.scheduler.pool_view import Explanation, PoolDown, PoolUp, PoolView, QueuedRun
     from yunlu.scheduler.queue import QueueEntry
@@ -67,6 +67,10 @@ class JobVerbs(Protocol):
 
     def measure(self, job: Job, *, on_event: Callable[[Event], None] | None = None) -> Plan:
         """Let a worker measure the job on this machine, and return its plan."""
+        ...
+
+    def rehearse(self, job: Job, plan: Plan) -> Rehearsal:
+        """Run one step of a plan on fake tensors; raise the errors that training would raise."""
         ...
 
     def load_plan(self, text: str) -> Plan:

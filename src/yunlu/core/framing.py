@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from yunlu.core.errors import StoreError
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.secure_link import drop_sent
 
 if TYPE_CHECKING:

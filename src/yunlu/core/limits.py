@@ -1,18 +1,27 @@
-"""FileLimits on foreign files, against those that unpack to far more than they look.
+"""Limits on foreign files, and bounded readers: unpacked streams, archives, JSON.
 
-The environment sets them, not the job: whoever wrote a hostile file may have written the job beside it.
+The environment sets the limits, not the job: whoever wrote a hostile file may have written the job beside it.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
 
-from yunlu.core.errors import DataError, YunluError, did_you_mean
+from yunlu.core.errors import DataError, ModelError, YunluError, did_you_mean
+from yunlu.core.settings import limits_setting
 from yunlu.core.units import show_bytes
+
+if TYPE_CHECKING:
+    import zipfile
+    from collections.abc import Callable
+    from pathlib import Path
 
 VARIABLE = "YUNLU_LIMITS"
 _ASSUMED_BYTES = 16 << 30
@@ -59,6 +68,12 @@ class FileLimits:
     """Bytes of one job file."""
 
 
+def read_limits() -> FileLimits:
+    """``YUNLU_LIMITS``, else the defaults."""
+    return parse_limits(limits_setting())
+
+
+@cache
 def parse_limits(text: str) -> FileLimits:
     """The defaults, with what ``name=number`` pairs, separated by commas or spaces, set otherwise."""
     values: dict[str, Any] = {}
@@ -176,3 +191,137 @@ def _enough(name: str, needed: float | None) -> str:
     if name in _IN_BYTES:
         return f"{max(1, math.ceil(needed / 2**20))}MiB"
     return str(int(needed) if name == "sample_rate_min" else math.ceil(needed))
+
+
+_AT_ONCE = 1 << 20
+
+
+class _Readable(Protocol):
+    def read(self, size: int = ..., /) -> bytes: ...
+
+
+def read_bounded(
+    stream: _Readable,
+    where: str,
+    limits: FileLimits,
+    *,
+    packed: Callable[[], int] | None = None,
+    kind: type[YunluError] = DataError,
+) -> bytes:
+    """All bytes of a stream, unless they exceed the limits: then no more of it is unpacked.
+
+    ``packed`` tells the bytes taken from the compressed file so far. They, not its whole size, are
+    compared: a bomb inside a long file is found where it begins.
+    """
+    unpacked = io.BytesIO()
+    while piece := stream.read(_AT_ONCE):
+        unpacked.write(piece)
+        size = unpacked.tell()
+        check_unpacked(where, size, size if packed is None else packed(), limits, kind=kind)
+    return unpacked.getvalue()
+
+
+def check_archive(
+    archive: zipfile.ZipFile,
+    where: str,
+    limits: FileLimits,
+    *,
+    kind: type[YunluError] = DataError,
+) -> None:
+    """Refuse a zip archive of too many members or bytes, by its directory.
+
+    ``zipfile`` reads no more of a member than its directory entry says. Members may overlap, so
+    their packed sizes are compared with the archive's own.
+    """
+    members = archive.infolist()
+    if len(members) > limits.columns:
+        message = f"{where} has {len(members):,} members; at most {limits.columns:,} are read"
+        raise over_limit(message, "columns", len(members), kind=kind)
+    size = sum(member.file_size for member in members)
+    packed = sum(member.compress_size for member in members)
+    if archive.fp is not None:
+        packed = min(packed, archive.fp.seek(0, io.SEEK_END))
+    check_unpacked(where, size, packed, limits, kind=kind)
+
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+class JsonError(ValueError):
+    """The text is no JSON, or none that is read here."""
+
+
+def decode_json(data: bytes | str, *, replace_lone: bool = False) -> Any:
+    r"""Parse JSON; every fault is a ``JsonError``.
+
+    A lone surrogate (``"\ud800"``) is half a character, which no file can hold: refused, or with
+    ``replace_lone`` replaced as a decoder of damaged text would.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # also bytes that are not UTF-8, and numbers of 5,000 digits
+        raise JsonError(str(error)) from error
+    if text.count("[") + text.count("{") > read_limits().depth:
+        _check_depth(value)
+    if _SURROGATE_ESCAPE.search(text) or _LONE.search(text):
+        return _without_lone(value, replace=replace_lone)
+    return value
+
+
+def read_json(path: Path, *, kind: type[YunluError] = ModelError) -> Any:
+    """Parse a JSON file of at most ``limits.document`` bytes; a fault is a ``kind`` that names it."""
+    most = read_limits().document
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise over_limit(
+                f"{path} is larger than {most:,} bytes, the most that is read of a JSON document",
+                "document",
+                path.stat().st_size,
+                kind=kind,
+            )
+        return decode_json(data)
+    except (OSError, ValueError) as error:
+        raise kind(f"{path} is not readable JSON: {error}") from error
+
+
+def _check_depth(value: Any) -> None:
+    """Level by level: what is too deep for the parser is too deep for recursion here."""
+    level = [value]
+    for _ in range(read_limits().depth):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(item: Any) -> list[Any]:
+    """Lists and mappings inside one; a text or number is no level."""
+    values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [value for value in values if isinstance(value, dict | list)]
+
+
+def _without_lone(value: Any, *, replace: bool) -> Any:
+    if isinstance(value, str):
+        if not _LONE.search(value):
+            return value
+        if not replace:
+            raise JsonError(f"{value[:40]!a} holds half a character (a lone surrogate)")
+        return _LONE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [_without_lone(item, replace=replace) for item in value]
+    if isinstance(value, dict):
+        return {
+            _without_lone(key, replace=replace): _without_lone(item, replace=replace)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _too_deep() -> JsonError:
+    return JsonError(f"nested too deeply: more than {read_limits().depth} levels")

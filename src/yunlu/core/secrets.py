@@ -1,9 +1,13 @@
-"""Secrets in text: how they are recognised, and the only function that masks them.
+"""Secrets in text: how they are recognised, and the only function that masks them; harmless foreign text.
 
 Everything that Yunlu writes for others to read passes through ``mask`` or ``mask_value``: events, errors,
 logs, reports, trackers, copies of job files. What is masked: user info and signed queries of URLs,
 ``name=value`` pairs and headers with a secret's name, tokens of a known shape, private keys, and the
 values of this process's own secret environment variables.
+
+Text that others wrote can carry anything. A terminal obeys control characters (title, clipboard, colours,
+cursor); and bidirectional overrides show a text in another order than it is read. One function cleans it for
+terminals, one for JSON that may be shown there, one for pages.
 """
 
 from __future__ import annotations
@@ -11,15 +15,18 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 from urllib.parse import quote, quote_plus
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.settings import environment_variables
 
 if TYPE_CHECKING:
@@ -374,3 +381,98 @@ _YAML_LINE = re.compile(
 
 def _mask_yaml_line(found: re.Match[str]) -> str:
     return f"{found['before']}{MASK}" if is_secret_name(found["name"]) else found[0]
+
+
+def make_process_private() -> None:
+    """First call of every program that Yunlu starts.
+
+    The umask covers files that libraries and the user's own code create. Text that Python code prints
+    is masked line by line; what a library writes to the descriptor itself, or another program that the
+    user's code starts, is not: it goes to the log as it is.
+    """
+    os.umask(0o077)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, MaskedStream):
+            setattr(sys, name, cast("TextIO", MaskedStream(stream)))
+
+
+class MaskedStream:
+    """A text stream whose secrets are masked; everything else is that of the stream below."""
+
+    def __init__(self, below: TextIO) -> None:
+        self._below = below
+        self._lines = threading.local()
+        """What each thread has written, but not ended: a secret may come in several parts. Without a
+        lock, which a forked child could find held for ever."""
+
+    def write(self, text: str) -> int:
+        """Write whole lines; the rest waits for its end."""
+        before: str = getattr(self._lines, "rest", "")
+        lines, end = before + text, max(text.rfind("\n"), text.rfind("\r"))
+        if end < 0:
+            self._lines.rest = lines
+            if len(lines) > _LONGEST_LINE:
+                self.flush()
+            return len(text)
+        cut = len(before) + end + 1
+        self._lines.rest = lines[cut:]
+        self._below.write(mask(lines[:cut]))
+        self._below.flush()
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write what has no end yet, too."""
+        rest: str = getattr(self._lines, "rest", "")
+        self._lines.rest = ""
+        if rest:
+            self._below.write(mask(rest))
+        self._below.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+
+_LONGEST_LINE = 1 << 16
+
+
+MARK = "·"
+"""Stands for a character that was taken out."""
+
+_CONTROLS = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f"  # C0 without tab and newline: ESC, BEL, BS, CR
+    "\x7f-\x9f"  # DEL and C1: CSI and OSC as one character
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional marks, overrides, isolates
+    "\u2028\u2029"  # line ends that only some programs know
+    "\ufff9-\ufffb\U000e0000-\U000e007f"  # annotations and tags: text that nobody sees
+    "\ud800-\udfff"  # lone surrogates: no encoding has them
+    "]"
+)
+
+
+def clean_for_terminal(text: str) -> str:
+    """Replace every character that would steer the terminal or reorder the text by a mark."""
+    return _CONTROLS.sub(MARK, text.replace("\r\n", "\n"))
+
+
+def clean_for_page(text: str) -> str:
+    """Replace the same characters: pages may not hold them either; HTML is escaped by the templates."""
+    return clean_for_terminal(text)
+
+
+def escape_for_json(text: str) -> str:
+    """JSON text with the same characters written as escapes: the same values, safe to print."""
+    return _CONTROLS.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
+    return "".join(
+        f"\\u{int.from_bytes(units[at : at + 2], 'big'):04x}" for at in range(0, len(units), 2)
+    )

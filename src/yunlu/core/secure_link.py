@@ -8,6 +8,7 @@ secret and issue themselves a short-lived certificate.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -21,10 +22,43 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
-from yunlu.core.addresses import is_loopback
+from yunlu.core.errors import YunluError
+from yunlu.core.settings import bind_setting
 
 if TYPE_CHECKING:
-    from collections.abc import MutableSequence, Sequence
+    from collections.abc import Iterator, MutableSequence, Sequence
+
+LOOPBACK = "127.0.0.1"
+
+
+def bind_address() -> str:
+    """Where supervisors and servers listen: ``YUNLU_BIND``, else this machine alone."""
+    address = bind_setting()
+    if address is None:
+        return LOOPBACK
+    if address == "auto":
+        return routed_address()
+    if address in {"*", "0.0.0.0", "::", "[::]"}:  # noqa: S104 (refused)
+        raise YunluError(
+            f"YUNLU_BIND is {address}: a run listens on one address, not on every network of its machine.",
+            hint="Set it to the address of the interface that the other machines use, or to auto for "
+            "that of the default route.",
+        )
+    return address
+
+
+def routed_address() -> str:
+    """Address of this machine on its default route; no packet is sent to find it."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return probe.getsockname()[0]
+    return LOOPBACK  # no route: only this machine can connect
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own machine only."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
 
 UNAUTHENTICATED_BYTES = 4096
 """Limit of what a peer may send before it has proved the secret."""
@@ -39,7 +73,10 @@ _JOIN_BYTES = 1 << 16
 """Shorter pieces are copied into one record; longer ones are sent from where they are."""
 _READ_BYTES = 1 << 18
 _TLS_HANDSHAKE = b"\x16"
+_TLS_HEAD = struct.Struct("!3xH")
+"""Before each record: type and version, and the length of what follows."""
 _TLS_RECORD_BYTES = 1 << 14
+_MAX_TLS_RECORD_BYTES = _TLS_RECORD_BYTES + 256 + _TLS_HEAD.size
 _CLOSED_EARLY = "the peer closed the connection before it proved the secret"
 _CERTIFICATE_H = 24
 _RENEW_S = 3600.0
@@ -131,11 +168,8 @@ class SecureLink:
         """Send pieces of memory one after another; returns how many bytes were sent."""
         session = self._authenticated_session()
         if not self._unsent_size:
-            record = _first_record(views)
-            if not len(record):
-                return 0
-            self._unsent += session.seal(record)
-            self._unsent_size = len(record)
+            self._unsent_size, sealed = session.seal(views)
+            self._unsent += sealed
         self._flush()
         sent, self._unsent_size = self._unsent_size, 0
         return sent
@@ -160,22 +194,17 @@ class SecureLink:
             arrived = self._sock.recv_into(session.receive_buffer())
             if not arrived:
                 return 0
-            self._queue(session.feed(arrived))  # TLS may answer (key update)
-        while count < len(into) and (more := session.read(into[count:])):
-            count += more
+            self._queue(session.feed(arrived))
         return count
 
     def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int]:
         """Receive into several pieces of memory, as ``socket.recvmsg_into``."""
+        session = self._authenticated_session()
         total = 0
         for buffer in buffers:
-            while len(buffer) and (self.pending or not total):
-                count = self.recv_into(buffer)
-                total += count
-                buffer = buffer[count:]  # noqa: PLW2901 (the rest of this piece)
-                if not count:
-                    return (total,)
-            if len(buffer):
+            count = session.read(buffer) if total else self.recv_into(buffer)
+            total += count
+            if count < len(buffer):
                 break
         return (total,)
 
@@ -289,6 +318,23 @@ def _first_record(views: Sequence[memoryview]) -> memoryview:
     return memoryview(joined)
 
 
+def _join_short(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """These pieces, those of less than a TLS record together: each record costs as much as 10 KB."""
+    joined = bytearray()
+    for view in views:
+        if joined and len(joined) + len(view) > _TLS_RECORD_BYTES:
+            yield memoryview(joined)
+            joined = bytearray()
+        if len(view) >= _TLS_RECORD_BYTES:
+            yield view[:_RECORD_BYTES]
+            if len(view) > _RECORD_BYTES:
+                return
+        else:
+            joined += view
+    if joined:
+        yield memoryview(joined)
+
+
 class _Session(Protocol):
     """Handshake and records of one end, without any input or output."""
 
@@ -316,12 +362,12 @@ class _Session(Protocol):
         """What to send before closing a refused connection."""
         ...
 
-    def seal(self, record: memoryview) -> list[memoryview]:
-        """Protect a record; returns what to send."""
+    def seal(self, views: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
+        """Protect the first of these bytes; returns how many, and what to send."""
         ...
 
     def read(self, into: memoryview) -> int:
-        """Read verified data; 0 while there are none."""
+        """Read what has arrived of verified data; 0 while there are none."""
         ...
 
 
@@ -364,18 +410,22 @@ class _MacSession:
     def alert(self) -> bytes:
         return b""
 
-    def seal(self, record: memoryview) -> list[memoryview]:
+    def seal(self, views: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
+        record = _first_record(views)
+        if not len(record):
+            return 0, []
         self._sent += 1
         tag = self._sealer.encrypt(self._sent.to_bytes(12, "little"), b"", record)
-        return [memoryview(_RECORD.pack(len(record)) + tag), record]
+        return len(record), [memoryview(_RECORD.pack(len(record)) + tag), record]
 
     def read(self, into: memoryview) -> int:
-        if not self.pending:
-            return 0
-        count = min(len(into), len(self._unread))
-        into[:count] = self._unread[:count]
-        self._unread = self._unread[count:]
-        return count
+        total = 0
+        while total < len(into) and self.pending:
+            count = min(len(into) - total, len(self._unread))
+            into[total : total + count] = self._unread[:count]
+            self._unread = self._unread[count:]
+            total += count
+        return total
 
     def _answer_call(self) -> bytes:
         if not self._transcript:
@@ -454,66 +504,86 @@ class _TlsSession:
         context = _contexts(secret).get(is_server=is_server)
         self._tls = context.wrap_bio(self._in, self._out, server_side=is_server)
         self._raw = memoryview(bytearray(UNAUTHENTICATED_BYTES))
-        self._ahead = memoryview(b"")
+        self._end = 0
 
     @property
     def pending(self) -> bool:
-        if (
-            not len(self._ahead)
-            and self.is_authenticated
-            and (self._in.pending or self._tls.pending())
-        ):
-            buffer = memoryview(bytearray(_TLS_RECORD_BYTES))
-            self._ahead = buffer[: self._decrypt(buffer)]
-        return bool(len(self._ahead))
+        return self.is_authenticated and bool(self._in.pending or self._tls.pending())
 
     def start(self) -> bytes:
         return self.feed(0)
 
     def receive_buffer(self) -> memoryview:
-        if self.is_authenticated and len(self._raw) < _READ_BYTES:
-            self._raw = memoryview(bytearray(_READ_BYTES))
-        return self._raw
+        return self._raw[self._end :]
 
     def feed(self, count: int) -> bytes:
-        self._in.write(self._raw[:count])
-        if not self.is_authenticated:
-            try:
-                self._tls.do_handshake()
-                self.is_authenticated = True
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLError as error:
-                raise LinkRefusedError(_explain(error)) from error
+        self._end += count
+        if self.is_authenticated:
+            self._take_records()
+            return b""
+        self._in.write(self._raw[: self._end])
+        self._end = 0
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise LinkRefusedError(_explain(error)) from error
+        else:
+            self.is_authenticated = True
+            self._keep_rest(self._in.read())
         return self._out.read()
 
     def alert(self) -> bytes:
         return self._out.read()
 
-    def seal(self, record: memoryview) -> list[memoryview]:
-        self._tls.write(record)
-        return [memoryview(self._out.read())]
+    def seal(self, views: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
+        size = 0
+        for piece in _join_short(views):
+            size += self._tls.write(piece)
+            if size >= _RECORD_BYTES:
+                break
+        return size, [memoryview(self._out.read())] if size else []
 
     def read(self, into: memoryview) -> int:
-        count = min(len(into), len(self._ahead))
-        if not count:
-            return self._decrypt(into)
-        into[:count] = self._ahead[:count]
-        self._ahead = self._ahead[count:]
-        return count
-
-    def _decrypt(self, into: memoryview) -> int:
-        """Decrypt the next record; 0 while none is complete."""
+        total = 0
         try:
-            count = cast("int", self._tls.read(len(into), into))
-        except ssl.SSLWantReadError:
-            return 0
+            while total < len(into) and (self._in.pending or self._tls.pending()):
+                count = cast("int", self._tls.read(len(into) - total, into[total:]))
+                total += count
+                if not count:
+                    self.is_closed = True
+                    break
+        except ssl.SSLWantReadError:  # a record without data
+            pass
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            count = 0
+            self.is_closed = True
         except ssl.SSLError as error:
             raise LinkRefusedError(_explain(error)) from error
-        self.is_closed = not count
-        return count
+        return total
+
+    def _keep_rest(self, received: bytes) -> None:
+        """Take what came with the end of the handshake, into the larger buffer of what follows."""
+        self._raw = memoryview(bytearray(_READ_BYTES))
+        self._raw[: len(received)] = received
+        self._end = len(received)
+        self._take_records()
+
+    def _take_records(self) -> None:
+        """Pass whole records on: to ask for one that is incomplete costs as much as to decrypt one."""
+        whole = 0
+        while self._end - whole >= _TLS_HEAD.size:
+            length = _TLS_HEAD.size + _TLS_HEAD.unpack_from(self._raw, whole)[0]
+            if length > _MAX_TLS_RECORD_BYTES:
+                whole = self._end  # altered: decryption refuses it
+                break
+            if whole + length > self._end:
+                break
+            whole += length
+        self._in.write(self._raw[:whole])
+        rest = bytes(self._raw[whole : self._end])
+        self._raw[: len(rest)] = rest
+        self._end = len(rest)
 
 
 def _explain(error: ssl.SSLError) -> str:

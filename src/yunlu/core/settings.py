@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
-from yunlu.core.limits import VARIABLE, FileLimits, parse_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,12 +54,9 @@ def read_settings() -> Settings:
     )
 
 
-def read_limits() -> FileLimits:
-    """FileLimits on foreign files: ``YUNLU_LIMITS``, else the defaults."""
-    return _limits(os.environ.get(VARIABLE) or "")
-
-
-_limits = cache(parse_limits)
+def limits_setting() -> str:
+    """Limits on foreign files that differ from the defaults: ``YUNLU_LIMITS``."""
+    return os.environ.get("YUNLU_LIMITS") or ""
 
 
 def _patience(text: str | None) -> float:
@@ -120,6 +115,12 @@ def ray_authentication() -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in env else {}
 
 
+def set_default_variables(values: Mapping[str, str]) -> None:
+    """For libraries that read them when they are first used; what the user set stays."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def use_keras_on_torch() -> None:
     """Keras reads its backend from the environment at import time."""
     os.environ["KERAS_BACKEND"] = "torch"
@@ -139,6 +140,11 @@ def read_site() -> str | None:
 def bind_setting() -> str | None:
     """Address to listen on, or ``auto``: ``YUNLU_BIND``."""
     return os.environ.get("YUNLU_BIND") or None
+
+
+def read_accelerators() -> tuple[str, Mapping[str, str]]:
+    """What ``YUNLU_ACCELERATORS`` declares (``npu:8``, ``cpu``), and the environment that hides devices."""
+    return os.environ.get("YUNLU_ACCELERATORS", ""), os.environ
 
 
 def launch_secret() -> str | None:

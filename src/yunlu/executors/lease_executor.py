@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.private_files import open_descriptor
+from yunlu.core.files import open_descriptor
 from yunlu.core.secrets import mask_value
 from yunlu.core.value import Value
 from yunlu.executors.executor import (
@@ -29,8 +29,7 @@ from yunlu.executors.executor import (
 )
 from yunlu.executors.worker_process import is_asynchronous
 from yunlu.hardware.fleet import Placement
-from yunlu.runs.documents import read_raw_job
-from yunlu.runs.run_store import Claim, Document, Log, text_logs
+from yunlu.runs.run_store import Claim, Document, Log, read_raw_job, text_logs
 from yunlu.runs.worker_group import count_workers, read_worker_group
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from yunlu.core.addresses import routed_address
 from yunlu.core.errors import StoreError
-from yunlu.core.private_process import make_process_private
 from yunlu.core.processes import (
     ProcessHandle,
     adopt_orphans,
@@ -30,6 +28,8 @@ from yunlu.core.processes import (
     reap_children,
     start_process,
 )
+from yunlu.core.secrets import make_process_private
+from yunlu.core.secure_link import routed_address
 from yunlu.core.settings import worker_environment
 from yunlu.executors.lease_executor import (
     Lease,
@@ -39,17 +39,18 @@ from yunlu.executors.lease_executor import (
     write_record,
 )
 from yunlu.executors.usage import LeaseUse, UsageMeter, write_use
-from yunlu.executors.worker_group import node_command
 from yunlu.executors.worker_process import (
     is_asynchronous,
     launch_lock,
+    node_command,
     program_for,
     worker_lock_is_free,
 )
-from yunlu.runs.documents import read_raw_job
+from yunlu.hardware.accelerators import worker_defaults
 from yunlu.runs.events import AttemptStarted, StateChanged, WorkerGroupFormed
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import read_raw_job
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import LOCAL, read_worker_group, send_request
 
@@ -150,11 +151,11 @@ class LeaseRunner:
         if lease.is_lead and worker_lock_is_free(self.run):
             if not self._wake_run(lease):
                 return (), {}
-            environment = worker_environment()
+            environment = worker_defaults() | worker_environment()
             environment.setdefault("YUNLU_BIND", routed_address())
             self._leads = True
             return (*lead_program(self.run, lease.devices), self.run.address), environment
-        return self._await_lead(lease), worker_environment(threads=1)
+        return self._await_lead(lease), worker_defaults() | worker_environment(threads=1)
 
     def _wake_run(self, lease: Lease) -> bool:
         """Reopen a run whose attempt was interrupted; returns whether it is to be trained."""

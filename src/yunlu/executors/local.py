@@ -32,18 +32,18 @@ from yunlu.executors.lease_executor import (
 )
 from yunlu.executors.lease_runner import lead_program
 from yunlu.executors.registry import read_address
-from yunlu.executors.worker_group import kill_workers, running_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
-    count_gpus,
+    kill_workers,
     recorded_worker,
+    running_workers,
     start_worker,
+    visible_devices,
     worker_lock_is_free,
 )
 from yunlu.hardware.fleet import Node
-from yunlu.runs.documents import read_raw_job
 from yunlu.runs.home import find_runs
-from yunlu.runs.run_store import Area, Document, require_local, text_logs
+from yunlu.runs.run_store import Area, Document, read_raw_job, require_local, text_logs
 from yunlu.runs.worker_group import count_workers, read_worker_group, send_request
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
 
 _DEVICES_LOCK = ".devices.lock"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalExecutor:
@@ -66,7 +65,8 @@ class LocalExecutor:
         _, options = read_address(address, ("devices", "type", "node"))
         self.address = address
         self._cores = len(os.sched_getaffinity(0))
-        self._gpus = count_gpus()
+        self._visible = visible_devices()
+        self._gpus = len(self._visible)
         self._devices = _count(options.get("devices"), address) or self._gpus or self._cores
         if self._gpus and self._devices > self._gpus:
             raise ExecutorError(
@@ -101,7 +101,7 @@ class LocalExecutor:
             )
             record, lease = record.grant(self._node, devices, is_lead=True, slots=slots)
             write_record(run, record)
-            seen = {_VISIBLE: ",".join(map(str, slots))} if slots else None
+            seen = self._visible.hide_all_but(slots)
             program = lead_program(run, devices)
             worker = start_worker(run, program, directory=directory, environment=seen)
             if not self._gpus:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu import __version__
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.processes import start_process
 from yunlu.core.settings import worker_environment
 from yunlu.core.value import Value

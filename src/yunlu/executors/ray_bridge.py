@@ -18,9 +18,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.executors.ray_actor import LeaseActor
-from yunlu.executors.ray_parse import NODE_LABEL, OURS
+from yunlu.executors.ray_executor import NODE_LABEL, OURS
 
 _LIVING = {"PENDING", "PREPARED", "CREATED", "RESCHEDULING"}
 """States of a placement group that holds devices, or will."""

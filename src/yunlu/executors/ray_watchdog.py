@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.private_files import make_directory, open_private
-from yunlu.core.private_process import make_process_private
+from yunlu.core.files import make_directory, open_private
 from yunlu.core.processes import (
     SignalPipe,
     adopt_orphans,
@@ -31,6 +30,7 @@ from yunlu.core.processes import (
     reap_children,
     start_process,
 )
+from yunlu.core.secrets import make_process_private
 from yunlu.executors.lease_executor import append_lease_event, read_record
 from yunlu.runs.home import open_run
 

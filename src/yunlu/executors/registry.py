@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from yunlu.core.errors import StoreError, did_you_mean
-from yunlu.core.private_files import make_directory, open_private
-from yunlu.core.regular_files import open_to_read
+from yunlu.core.files import make_directory, open_private, open_to_read, require_private
 from yunlu.core.settings import read_settings
-from yunlu.core.users import require_private
 from yunlu.executors.executor import Executor, ExecutorError
 from yunlu.executors.lease_executor import read_record
 
@@ -83,7 +81,7 @@ def _file() -> Path:
 
 def open_executor(address: str) -> Executor:
     """The executor of this address; errors of the cluster appear at the first call."""
-    from yunlu.spec.entry_points import (  # noqa: PLC0415 (slow: who has no executor pays not)
+    from yunlu.core.imports import (  # noqa: PLC0415 (slow: who has no executor pays not)
         EXECUTORS,
         load_registered,
     )

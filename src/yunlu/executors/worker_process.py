@@ -1,4 +1,4 @@
-"""Worker processes on this machine: detached, outliving the process that started them."""
+"""Worker processes on this machine, detached: they outlive who started them. Also those of a worker group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, missing_part
-from yunlu.core.json_decode import decode_json
+from yunlu.core.files import require_private
+from yunlu.core.limits import decode_json
 from yunlu.core.processes import (
     ProcessHandle,
+    forward_signals,
     is_same_start,
     reap_in_background,
     start_process,
     start_time,
 )
-from yunlu.core.settings import worker_environment
+from yunlu.core.settings import read_accelerators, worker_environment
+from yunlu.hardware.accelerators import VisibleDevices, find_devices, worker_defaults
+from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Claim, Document, require_local
+from yunlu.runs.worker_group import WorkerGroup, read_worker_group, send_request
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from yunlu.runs.run_store import RunStore
 
@@ -132,9 +137,15 @@ def program_for(
     return (*SUPERVISOR, "--devices", str(devices), "--spares", str(spares))
 
 
+def visible_devices() -> VisibleDevices:
+    """Accelerators that a process started here may use, found without importing torch."""
+    declared, environment = read_accelerators()
+    return find_devices(environment, declared=declared)
+
+
 def count_gpus() -> int:
-    """GPUs of this machine that torch can use, found without importing torch."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    """How many accelerators a process started here may use."""
+    return len(visible_devices())
 
 
 def this_process() -> WorkerProcess:
@@ -178,7 +189,7 @@ def start_worker(
             text,
             log=log,
             directory=directory,
-            environment={**worker_environment(), **(environment or {})},
+            environment={**worker_defaults(), **worker_environment(), **(environment or {})},
             own_session=own_session,
             own_group=not own_session,
         )
@@ -216,3 +227,75 @@ def launch_lock(run: RunStore, *, wait: bool) -> Generator[None]:
 def worker_lock_is_free(run: RunStore) -> bool:
     """Whether no worker holds the run: a worker keeps ``worker.lock`` while it is alive."""
     return not run.is_claimed(Claim.WORKER)
+
+
+NODE_MODULES = ("yunlu.training.topology.elastic", "yunlu.training.asynchronous.node")
+"""Programs that can join a run: started by name, since nothing here imports the training room."""
+
+
+def running_workers(run: RunStore) -> Iterator[ProcessHandle]:
+    """Worker processes of the run on this machine.
+
+    They continue without their supervisor, and restart it within seconds.
+    """
+    group = read_worker_group(run)
+    for worker in group.workers if group else ():
+        if worker.host == socket.gethostname():
+            process = ProcessHandle(worker.pid, worker.process_started_at)
+            if process.is_alive():
+                yield process
+
+
+def kill_workers(run: RunStore) -> None:
+    """Kill every worker of the run on this machine."""
+    for process in running_workers(run):
+        process.send_signal(signal.SIGKILL)
+
+
+def find_run(host: str, port: int, token: str) -> RunStore:
+    """Ask a supervisor for its run, on a shared file system; only one of ours is taken for it."""
+    group = WorkerGroup(
+        host=host, port=port, token=token, pid=0, process_started_at=0, node_module="", target=0
+    )
+    answer = Path(str(send_request(group, {"kind": "locate_run"}).get("text")))
+    if not answer.is_absolute() or not answer.is_dir():
+        raise StoreError(
+            f"the supervisor at {host}:{port} says that its run is in {answer}, "
+            "which is no directory of this machine",
+            hint="share it between the machines, at the same path and for the same user",
+        )
+    run = open_run(answer)
+    check_joinable(run)
+    return run
+
+
+def check_joinable(run: RunStore) -> None:
+    """Refuse a run whose record of the worker group somebody else may have written."""
+    for item in ("", Document.WORKER_GROUP):
+        if run.has(item):
+            require_private(Path(run.location(item)))
+
+
+def node_command(run: RunStore, group: WorkerGroup) -> list[str]:
+    """Command of a node of the group; its program is one of ours, whatever the record says."""
+    if group.node_module not in NODE_MODULES:
+        raise StoreError(
+            f"the {Document.WORKER_GROUP} of {run.id} names the program {group.node_module!r}, "
+            "which is no node of a worker group: it was not started",
+            hint=f"known: {', '.join(NODE_MODULES)}; do not join a run whose files you do not know",
+        )
+    return [sys.executable, "-m", group.node_module, run.address]
+
+
+def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
+    """Run a node of a worker group until the run ends; returns the exit code."""
+    check_joinable(run)
+    group = read_worker_group(run)
+    assert group is not None
+    child = start_process(
+        [*node_command(run, group), "--node", name, "--devices", str(devices)],
+        directory=directory,
+        environment=worker_defaults() | worker_environment(threads=1),
+    )
+    with forward_signals(child.terminate):  # the node's workers leave with notice
+        return child.wait()

@@ -9,9 +9,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from yunlu.core.errors import did_you_mean
 from yunlu.core.value import Value
-from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.device import KINDS, MIB, PRECISIONS, DeviceModel, Kind
-from yunlu.hardware.offer import OWN_CLOUD, Offer
+from yunlu.hardware.catalog import (
+    KINDS,
+    MIB,
+    OWN_CLOUD,
+    PRECISIONS,
+    CatalogError,
+    DeviceModel,
+    Kind,
+    Offer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,21 +25,25 @@ PCIE = Link(name="pcie", bytes_per_s=1.2e10, message_s=2e-5)
 """GPUs of one machine without a faster link of their own."""
 
 
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+
 class Device(Value):
     """One thing that computes."""
 
-    kind: Literal["cpu", "cuda", "mps"]
+    kind: str
+    """``cpu``, or torch's name of the kind of accelerator."""
     name: str
     memory_bytes: int
     """What a job may use: free memory when the machine was probed."""
-    fast_precisions: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], ...] = ("fp32",)
+    fast_precisions: tuple[Precision, ...] = ("fp32",)
     """Precisions with native arithmetic here."""
 
 
 class PrecisionSpeed(Value):
     """Speed of a precision on a device."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    precision: Precision
     relative_speed: float
     """Matrix products per second, as a multiple of fp32's."""
     is_worth_using: bool
@@ -58,8 +62,8 @@ class Machine(Value):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it has that torch can train on."""
-        return sum(device.kind == "cuda" for device in self.devices)
+        """How many accelerators it has that can train together."""
+        return sum(device.kind not in {"cpu", "mps"} for device in self.devices)
 
     @property
     def best_device(self) -> Device:

@@ -6,16 +6,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Self
 
 from yunlu.core.value import Value
-from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.device import Kind
+from yunlu.hardware.catalog import OWN_CLOUD, CatalogError, Kind
 from yunlu.hardware.entries import BreakEven, MachineEntry, compare_rent
-from yunlu.hardware.offer import OWN_CLOUD
 from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 
 if TYPE_CHECKING:
-    from yunlu.hardware.catalog import Catalog
-    from yunlu.hardware.device import DeviceModel
-    from yunlu.hardware.offer import Offer
+    from yunlu.hardware.catalog import Catalog, DeviceModel, Offer
 
 _MOST_RIVALS = 5
 

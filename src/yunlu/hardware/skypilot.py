@@ -16,15 +16,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import did_you_mean
-from yunlu.hardware.catalog import CatalogError
-from yunlu.hardware.device import name_device, split_slice
-from yunlu.hardware.offer import Offer, merge_regions
+from yunlu.hardware.catalog import CatalogError, Offer, merge_regions, name_device, split_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from yunlu.hardware.catalog import Catalog
-    from yunlu.hardware.device import DeviceModel
+    from yunlu.hardware.catalog import Catalog, DeviceModel
 
 Row = dict[str, str]
 REQUIRED = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region")

@@ -12,24 +12,29 @@ import heapq
 import os
 import platform
 import socket
+import subprocess
+import sys
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from yunlu.core.errors import StoreError
-from yunlu.core.files import write_atomically
-from yunlu.core.private_files import make_directory, open_lock
+from yunlu.core.errors import StoreError, YunluError
+from yunlu.core.files import make_directory, open_lock, write_atomically
+from yunlu.core.limits import decode_json
+from yunlu.core.processes import piped_process
 from yunlu.core.settings import read_settings, worker_environment
-from yunlu.hardware.device import DeviceModel
-from yunlu.hardware.offer import HERE, Offer
+from yunlu.core.value import Value
+from yunlu.executors.worker_process import require_training
+from yunlu.hardware.catalog import HERE, KINDS, DeviceModel, Offer
 from yunlu.planning import calibration as learnt
 from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import (
     FOLDER,
+    MachineProfile,
     choose_profile,
     file_names,
     is_same_version,
@@ -43,9 +48,8 @@ from yunlu.runs.run_store import Document, Log
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
-    from yunlu.planning.machine_profile import MachineProfile
     from yunlu.planning.plan import Measurement, Plan
     from yunlu.runs.run_store import RunStore
 
@@ -111,7 +115,7 @@ def device_of(probed: MachineProfile) -> DeviceModel:
     fields = ("memory_bytes", "memory_bytes_per_s", "peak_flops", "link_bytes_per_s", "reachable")
     return DeviceModel(
         name=probed.name,
-        kind=probed.kind,
+        kind=probed.kind if probed.kind in KINDS else "other",
         memory_bytes=probed.memory_bytes,
         memory_bytes_per_s=probed.memory_bytes_per_s,
         peak_flops=rates,
@@ -306,3 +310,96 @@ def _alone() -> Generator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+_PROGRAM = (sys.executable, "-m", "yunlu.training.probing.measure")
+
+
+class ProbeError(YunluError):
+    """The machine could not be measured."""
+
+    code = "probe"
+
+
+class ProbeProgress(Value):
+    """Which part of a probe is being measured."""
+
+    part: str
+    index: int
+    of: int
+    """Number of parts; 0 where not known yet."""
+
+
+class LearntFactor(Value):
+    """Step times of runs on this machine over the prediction from the probe alone."""
+
+    runs: int
+    factor: float
+    sd_of_log: float
+    """Standard deviation of the logarithm of the factor."""
+
+
+class ProbeResult(Value):
+    """Figures of this machine."""
+
+    probed: MachineProfile
+    calibration: LearntFactor
+
+
+class ForgottenRuns(Value):
+    """Runs whose measurements were dropped from the calibration."""
+
+    forgotten: int
+
+
+def probe_machine(
+    *,
+    show: bool = False,
+    afresh: bool = False,
+    on_progress: Callable[[ProbeProgress], None] | None = None,
+) -> ProbeResult:
+    """Figures of this machine; measured where none are stored, or where asked ``afresh``."""
+    probed = stored_probe()
+    if show and probed is None:
+        raise ProbeError("this machine was never probed", hint="yunlu probe")
+    is_known = probed is not None and not probed.is_quick and knows_threads(probed)
+    if not show and (afresh or not is_known):
+        require_training()
+        probed = measure(on_progress)
+    assert probed is not None
+    belief = read_calibration(refresh=True).belief(probed.name)
+    learnt = LearntFactor(runs=belief.runs, factor=belief.factor, sd_of_log=belief.sd)
+    return ProbeResult(probed=probed, calibration=learnt)
+
+
+def forget_runs(*, all_: bool = False) -> ForgottenRuns:
+    """Drop what deleted runs have taught, or every run and every probe."""
+    count = forget_all() if all_ else forget_deleted()
+    return ForgottenRuns(forgotten=count)
+
+
+def measure(on_progress: Callable[[ProbeProgress], None] | None = None) -> MachineProfile:
+    """Run the measuring process to its end."""
+    if on_progress is not None:
+        on_progress(ProbeProgress(part="starting", index=0, of=0))
+    for message in _read_messages():
+        if "probed" in message:
+            return MachineProfile.model_validate(message["probed"])
+        if on_progress is not None:
+            on_progress(ProbeProgress.model_validate(message))
+    raise AssertionError("unreachable")
+
+
+def _read_messages() -> Iterator[dict[str, Any]]:
+    """Messages of the measuring process; torch is imported there, not here."""
+    with piped_process(_PROGRAM, errors=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if line.startswith(b"{"):
+                yield decode_json(line)
+        output = process.stderr.read().decode(errors="replace").strip().splitlines()
+        raise ProbeError(
+            f"the machine could not be measured: {output[-1] if output else 'no message'}",
+            hint="yunlu doctor shows what is missing",
+        )

@@ -18,14 +18,21 @@ from typing import TYPE_CHECKING
 import yaml
 
 from yunlu.core.errors import did_you_mean
-from yunlu.core.files import write_atomically
-from yunlu.core.json_decode import decode_json
-from yunlu.core.private_files import make_directory, open_lock
-from yunlu.core.regular_files import read_regular
-from yunlu.hardware.catalog import CLOUD_TABLE, Catalog, CatalogError, load_catalog, plain
-from yunlu.hardware.device import MIB, PRECISIONS
+from yunlu.core.files import make_directory, open_lock, read_regular, write_atomically
+from yunlu.core.limits import decode_json
+from yunlu.hardware.catalog import (
+    CLOUD_TABLE,
+    HERE,
+    MIB,
+    OWN_CLOUD,
+    PRECISIONS,
+    Catalog,
+    CatalogError,
+    load_catalog,
+    plain,
+    write_offers,
+)
 from yunlu.hardware.entries import Additions, MachineEntry, offers_of, read_additions
-from yunlu.hardware.offer import HERE, OWN_CLOUD, write_offers
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
 from yunlu.runs.home import private_home
 
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from yunlu.hardware.device import DeviceModel
+    from yunlu.hardware.catalog import DeviceModel
 
 _RESERVED = {OWN_CLOUD: "your own machines are", HERE: "this machine is"}
 """Clouds that no prices can be imported for."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from yunlu import __version__
 from yunlu.core.errors import StoreError
-from yunlu.core.json_decode import decode_json
-from yunlu.core.private_files import check_home
+from yunlu.core.files import check_home
+from yunlu.core.limits import decode_json
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Machine, PrecisionSpeed

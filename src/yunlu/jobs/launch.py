@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
+import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, StoreError, TrainingError
-from yunlu.core.json_decode import decode_json
-from yunlu.core.processes import forward_signals, start_time
-from yunlu.executors.external_launcher import (
-    current_launch,
-    run_follower,
-    worker_command,
-)
+from yunlu.core.launch import detect_launch
+from yunlu.core.limits import decode_json
+from yunlu.core.processes import forward_signals, start_process, start_time
+from yunlu.core.settings import launch_variables
 from yunlu.executors.worker_process import require_training, start_worker
 from yunlu.jobs import lifecycle
 from yunlu.jobs.run import error_of
 from yunlu.jobs.run_log import end_of, follow
-from yunlu.runs.documents import read_job
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document
+from yunlu.runs.run_store import Document, read_job
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from yunlu.core.launch import LaunchInfo
     from yunlu.jobs.run import RunRecord
     from yunlu.planning.plan import Plan
@@ -177,3 +175,39 @@ def _wait_until_ended(run: RunStore) -> RunRecord:
         time.sleep(_POLL_S)
         record = lifecycle.read_record(run)
     return record
+
+
+_WORKER = (sys.executable, "-m", "yunlu.training.worker", "--launched")
+_run_indices = itertools.count()
+"""Runs trained by this process; all ranks count alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildResult:
+    """Result of a worker on a rank other than 0."""
+
+    path: Path | None
+    """Directory of the run, if rank 0 shared it."""
+    code: int
+
+
+def current_launch() -> LaunchInfo | None:
+    """Rank of this process in an external launch; None if it was started alone."""
+    return detect_launch(launch_variables())
+
+
+def worker_command() -> tuple[str, ...]:
+    """Command of rank 0 for the next run; the run's directory is appended."""
+    return (*_WORKER, "--parent", str(os.getpid()), "--run-index", str(next(_run_indices)))
+
+
+def run_follower() -> ChildResult:
+    """Train the run of rank 0 until it ends."""
+    child = start_process([*worker_command(), "-"], is_piped=True, own_group=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.close()
+    with forward_signals(child.terminate), child.stdout as lines:
+        path = os.fsdecode(lines.readline().strip())
+        code = child.wait()
+    return ChildResult(path=Path(path) if path else None, code=code)

@@ -1,21 +1,25 @@
-"""Lifecycle of a run: submit, start, stop, resume, find. Each state change is one event of the run."""
+"""Lifecycle of a run: create, submit, start, stop, resume, resize, find. Each state change is an event."""
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError, TrainingError
+from yunlu.core.secrets import mask_job_text
+from yunlu.core.value import Value
 from yunlu.executors.executor import ExecutorError
 from yunlu.executors.lease_executor import read_record as read_leases
 from yunlu.executors.registry import executor_of, is_elsewhere, is_held, remember_address
-from yunlu.executors.worker_group import kill_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
     count_gpus,
     is_asynchronous,
+    kill_workers,
     launch_lock,
     program_for,
     record_worker,
@@ -36,12 +40,22 @@ from yunlu.jobs.run import (
     scan_directly,
     worker_of,
 )
-from yunlu.jobs.run_creation import create_run
-from yunlu.runs.documents import not_a_run, read_job, read_plan, write_job
+from yunlu.runs.events import StateChanged
 from yunlu.runs.fold import read_view
-from yunlu.runs.home import open_run, private_home, remove_stale, temporary_run
-from yunlu.runs.run_store import Area, Document, require_own
+from yunlu.runs.home import new_run, open_run, private_home, remove_stale, temporary_run
+from yunlu.runs.run_store import (
+    Area,
+    Document,
+    not_a_run,
+    read_job,
+    read_plan,
+    require_own,
+    write_job,
+    write_submitted_plan,
+)
 from yunlu.runs.states import RunState
+from yunlu.runs.worker_group import read_worker_group, send_request
+from yunlu.spec.credentials import refuse_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -417,3 +431,68 @@ def _collect_plan(run: RunStore, worker: WorkerProcess) -> Plan:
             f"the worker ended with exit code {worker.exit_code()} before it had a plan:\n{output}"
         )
     return plan
+
+
+def create_run(job: Job, source: Path | None, home: Path, plan: Plan | None = None) -> RunStore:
+    """Create a pending run; it appears in its home whole or not at all."""
+    refuse_credentials(job.model_dump(mode="json", exclude_unset=True), "job")
+    name = job.name or _slug(source.stem if source else job.task)
+    run_id = f"{_slug(name)}-{secrets.token_hex(3)}"
+    with new_run(home, run_id) as run:
+        if plan is not None:
+            write_submitted_plan(run, plan)
+        _fill(run, job.model_copy(update={"name": name}), source)
+    return open_run(home / run_id)
+
+
+def _fill(run: RunStore, job: Job, source: Path | None) -> None:
+    write_job(run, job)
+    if source is not None:
+        text = source.read_bytes().decode(errors="replace")
+        run.write(Document.JOB_SOURCE, mask_job_text(text))
+    record_worker(run, this_process())
+    submitted = StateChanged(state=RunState.PENDING, reason="submitted", directory=str(Path.cwd()))
+    run.emit(submitted)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
+
+
+class WorkerResize(Value):
+    """Accepted change of the number of workers."""
+
+    text: str
+    layout: str
+    """Parallel layout for the new number."""
+
+
+def resize(run: RunStore, *, devices: int) -> WorkerResize:
+    """Ask the supervisor of a run to continue with this number of workers."""
+    if devices < 1:
+        raise StoreError(
+            f"a run needs at least one worker, not {devices}", hint="for example: --devices 2"
+        )
+    require_own(run)
+    record = read_record(run)
+    if record.state not in {RunState.PLANNING, RunState.RUNNING}:
+        hint = f"resume it first: yunlu resume {run.id}" if record.state.can_resume else None
+        raise StoreError(f"{run.id} is {record.state}: it has no workers to resize", hint=hint)
+    if run.has(Area.SERVERS):  # read by the supervisor of asynchronous workers
+        run.write(Document.TARGET_WORKERS, str(devices))
+        return WorkerResize(text=f"{devices} workers from now on", layout=f"dp{devices}")
+    if is_elsewhere(run):
+        raise StoreError(
+            f"the devices of {run.id} belong to a cluster",
+            hint=f"the pool allocates them; see: yunlu pool why {run.id}",
+        )
+    group = read_worker_group(run)
+    if group is None:
+        raise StoreError(
+            f"{run.id} is trained by one plain worker without a supervisor, which no worker can join",
+            hint="start it with --devices 2 or more: then it can shrink and grow",
+        )
+    answer = send_request(group, {"kind": "resize", "devices": devices})
+    if not answer.get("is_accepted"):
+        raise StoreError(f"{run.id} was not resized: {answer.get('text')}")
+    return WorkerResize(text=str(answer.get("text")), layout=str(answer.get("layout")))

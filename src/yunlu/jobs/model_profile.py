@@ -14,25 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.errors import ModelError, TrainingError, YunluError
-from yunlu.core.files import write_atomically
+from yunlu.core.files import make_directory, write_atomically
 from yunlu.core.imports import names_object
-from yunlu.core.json_decode import decode_json, read_json
-from yunlu.core.private_files import make_directory
+from yunlu.core.limits import decode_json, read_json
 from yunlu.core.settings import read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
 from yunlu.planning.models.hf_config import can_describe, shape_from_config
-from yunlu.planning.models.known_models import find_config
-from yunlu.planning.models.own_models import own_adapter, own_transformer
+from yunlu.planning.models.known_models import find_config, own_adapter, own_transformer
 from yunlu.planning.models.shape import ModelShape
+from yunlu.planning.plan import Rehearsal
 from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
 
 _MEASURE = (sys.executable, "-m", "yunlu.training.model_profiler")
+_REHEARSE = (sys.executable, "-m", "yunlu.training.rehearsal")
 """Started by module name: nothing here imports ``yunlu.training``."""
 _PREFIX = "hf:"
 _BYTE_TOKENS = 259
@@ -74,6 +75,12 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE, measure: bool = T
             hint=f"data.max_length may be {longest} at most",
         )
     return result.model_copy(update={"seq": seq})
+
+
+def rehearse(job: Job, plan: Plan) -> Rehearsal:
+    """One step of the plan on fake tensors: its memory, and the errors that training would raise."""
+    given = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    return Rehearsal.model_validate(ask_training(_REHEARSE, json.dumps(given))["found"])
 
 
 def _described(job: Job, command: Sequence[str]) -> JobShape | None:
@@ -137,7 +144,7 @@ def _measured(job: Job, command: Sequence[str]) -> JobShape:
         return JobShape.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never measured, damaged, or of another version
-    answer = _ask(command, job.model_dump_json())["found"]
+    answer = ask_training(command, job.model_dump_json())["found"]
     result = JobShape(
         shape=ModelShape.model_validate(answer["shape"]),
         source="measured",
@@ -156,7 +163,7 @@ def _fetch(name: str, command: Sequence[str]) -> dict[str, Any]:
         return decode_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never downloaded, or damaged
-    config = _ask(command, "", ("--config", name))["config"]
+    config = ask_training(command, "", ("--config", name))["config"]
     _keep(path, json.dumps(config))
     return config
 
@@ -169,8 +176,10 @@ def _keep(path: Path, text: str) -> None:
         pass  # without a cache the next plan measures again
 
 
-def _ask(command: Sequence[str], given: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Answer of a subprocess that may import torch."""
+def ask_training(
+    command: Sequence[str], given: str, arguments: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Answer of a subprocess that may import torch; its errors are raised here."""
     if not command:
         raise ModelError("The model is not described anywhere, and was never measured.")
     require_training()

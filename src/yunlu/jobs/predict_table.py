@@ -8,13 +8,11 @@ import io
 import zlib
 from typing import TYPE_CHECKING
 
-from yunlu.core.decompress import read_bounded
 from yunlu.core.errors import DataError
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import read_bounded, read_limits
 from yunlu.core.value import Value
 from yunlu.jobs.catalog_store import open_catalog
-from yunlu.planning.predict.plausibility import COLUMNS
-from yunlu.planning.predict.rows import predict_rows
+from yunlu.planning.predict.rows import COLUMNS, predict_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from yunlu.core.metrics import lower_is_better
 from yunlu.core.secrets import mask, mask_value
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.jobs.communication import read_communication
-from yunlu.jobs.curves import smooth, thin
 from yunlu.jobs.report_model import (
     ClassScore,
     Comparison,
@@ -42,22 +40,24 @@ from yunlu.jobs.run_log import (
     rates,
     read_run_log,
     samples_of_steps,
+    smooth,
     step_s,
+    thin,
 )
 from yunlu.jobs.worker_groups import first_failure, name_worker, read_samples, read_worker_groups
-from yunlu.runs.documents import read_raw_job
 from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
+from yunlu.runs.run_store import read_raw_job
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
+from yunlu.spec.search import lower_is_better
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from yunlu.core.value import Value
     from yunlu.hardware.fleet import Device
-    from yunlu.jobs.curves import Point
     from yunlu.jobs.report_model import WorkerGroupHistory
-    from yunlu.jobs.run_log import Record, RunLog
+    from yunlu.jobs.run_log import Point, Record, RunLog
     from yunlu.planning.plan import Plan
     from yunlu.runs.events import DataOpened, EnvironmentRecorded, Evaluated
     from yunlu.runs.fold import Incident, RunView

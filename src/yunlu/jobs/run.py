@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError, error_of_code
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.processes import describe_exit
 from yunlu.core.secrets import mask
 from yunlu.executors import memory_limits
 from yunlu.executors.registry import is_elsewhere, is_held, last_reason
-from yunlu.executors.worker_group import running_workers
 from yunlu.executors.worker_process import (
     WorkerProcess,
     launch_lock,
     recorded_worker,
+    running_workers,
     worker_lock_is_free,
 )
 from yunlu.runs.events import ErrorRaised, StateChanged, is_step

@@ -19,8 +19,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.private_files import check_home, create_private, make_directory, open_lock
-from yunlu.core.regular_files import check_regular
+from yunlu.core.files import check_home, check_regular, create_private, make_directory, open_lock
 from yunlu.jobs.run import (
     UNREADABLE,
     RunRecord,
@@ -29,9 +28,8 @@ from yunlu.jobs.run import (
     detect_lost,
     new_record,
 )
-from yunlu.runs.documents import not_a_run
 from yunlu.runs.home import find_links, find_runs
-from yunlu.runs.run_store import Log
+from yunlu.runs.run_store import Log, not_a_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError, YunluError
-from yunlu.core.json_decode import read_json
-from yunlu.hardware.offer import HERE
+from yunlu.core.limits import read_json
+from yunlu.hardware.catalog import HERE
 from yunlu.jobs.model_profile import find_shape
 from yunlu.planning.plan import Plan
-from yunlu.spec.load import job_from_mapping
-from yunlu.spec.overrides import apply_overrides
+from yunlu.spec.load import apply_overrides, job_from_mapping
 from yunlu.spec.source import SourceDocument
 
 if TYPE_CHECKING:

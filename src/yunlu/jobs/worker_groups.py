@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from yunlu.jobs.curves import thin
 from yunlu.jobs.report_model import WorkerGroupHistory, WorkerStats
-from yunlu.jobs.run_log import held_up_s, number, step_s
+from yunlu.jobs.run_log import held_up_s, number, step_s, thin
 from yunlu.runs.fold import read_view
 from yunlu.runs.run_store import Area, Document, Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.jobs.curves import Point
-    from yunlu.jobs.run_log import Record, RunLog
+    from yunlu.jobs.run_log import Point, Record, RunLog
     from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerLost
     from yunlu.runs.fold import GroupGeneration, LostWorker, RunView
     from yunlu.runs.run_store import RunStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 (the command line is read from it)
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,17 +13,20 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from yunlu.core.imports import POLICIES, known_names
 from yunlu.core.units import show_duration
 from yunlu.lab.simulation.cluster import parse_cluster
 from yunlu.lab.simulation.figures import check_plot_directory, write_plots
-from yunlu.lab.simulation.policies import (
-    TYPE_AWARE,
-    make_policy,
-    make_type_aware_policy,
-    policy_names,
-)
 from yunlu.lab.simulation.profiles import SimulationError, load_profiles, load_workloads
-from yunlu.lab.simulation.sia import SLOWDOWN, apply_sia_rules, load_typed_profiles
+from yunlu.lab.simulation.sia import (
+    BELIEVED_RESTART_S,
+    SLOWDOWN,
+    SiaEstimator,
+    SiaPolicy,
+    apply_sia_rules,
+    load_prior,
+    load_typed_profiles,
+)
 from yunlu.lab.simulation.simulator import Faults, SimulationRules
 from yunlu.lab.simulation.simulator import simulate as replay
 from yunlu.render.terminal.page import (
@@ -33,16 +37,21 @@ from yunlu.render.terminal.page import (
     plain_table,
     print_json,
 )
+from yunlu.scheduler.policies import open_policy
+from yunlu.scheduler.policy.allocator import Allocator, AllocatorOptions
+from yunlu.scheduler.policy.fitting import Fitter
+from yunlu.scheduler.policy.speed_by_type import CrossTypeFitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rich.table import Table
 
     from yunlu.hardware.fleet import Node
-    from yunlu.lab.simulation.policies import SimulatedPolicy
     from yunlu.lab.simulation.profiles import Profiles, Workload
     from yunlu.lab.simulation.simulator import SimulationResult
+    from yunlu.scheduler.policy.goodput import Estimator
+    from yunlu.scheduler.policy.values import Policy
 
     Runs = dict[str, list[SimulationResult]]
 
@@ -288,3 +297,86 @@ def _check(rules: SimulationRules, faults: Faults) -> None:
     for option, value, is_good, text in limits:
         if not is_good or not math.isfinite(value):
             raise SimulationError(f"{option}: {value:g} is not {text}.")
+
+
+BLIND = "yunlu-blind"
+"""Knows what Pollux knows: no lengths, and nothing of other jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPolicy:
+    """A new policy with everything it needs."""
+
+    name: str
+    policy: Policy
+    estimator: Estimator | None = None
+    """None: jobs keep the batch they ask for, and the policy sees their true speed."""
+    is_shared: bool = False
+    """Whether jobs of one application learn from each other."""
+    declares_length: bool = True
+
+    def adapt_rules(self, rules: SimulationRules) -> SimulationRules:
+        """The simulation rules as this policy needs them."""
+        return replace(
+            rules,
+            is_shared=self.is_shared,
+            declares_length=rules.declares_length and self.declares_length,
+        )
+
+
+def make_policy(name: str) -> SimulatedPolicy:
+    """A policy by name, or a user's ``module:Class``; its attribute ``estimator`` learns speeds."""
+    if name == "yunlu":
+        return SimulatedPolicy(name=name, policy=Allocator(), estimator=Fitter(), is_shared=True)
+    if name == BLIND:
+        return SimulatedPolicy(
+            name=name,
+            policy=Allocator(AllocatorOptions(learns_from_programs=False)),
+            estimator=Fitter(),
+            declares_length=False,
+        )
+    policy = open_policy(name)
+    estimator: Estimator | None = getattr(policy, "estimator", None)
+    return SimulatedPolicy(
+        name=getattr(policy, "name", name),
+        policy=policy,
+        estimator=estimator,
+        is_shared=bool(getattr(policy, "is_shared", False)),
+    )
+
+
+def policy_names() -> tuple[str, ...]:
+    """Policies that can be simulated, besides a user's own."""
+    return (*known_names(POLICIES), BLIND)
+
+
+TYPE_AWARE = ("yunlu", BLIND, "sia")
+"""Policies that distinguish device types; others treat all devices as equal."""
+
+
+def make_type_aware_policy(
+    name: str,
+    profiles: Path,
+    applications: Iterable[str],
+    nodes: Sequence[Node],
+    slowdown: Mapping[str, float] | None = None,
+) -> SimulatedPolicy:
+    """One of ``TYPE_AWARE``, for a pool of these nodes and the profiles in a directory."""
+    sizes = {node.type: node.devices for node in nodes}
+    types = tuple(sizes)
+    prior = load_prior(profiles, applications, types, slowdown)
+    if name == "sia":
+        return SimulatedPolicy(
+            name=name,
+            policy=SiaPolicy(restart_s_by_program=BELIEVED_RESTART_S),
+            estimator=SiaEstimator(prior=prior, node_devices=sizes),
+            declares_length=False,
+        )
+    is_blind = name == BLIND
+    return SimulatedPolicy(
+        name=name,
+        policy=Allocator(AllocatorOptions(learns_from_programs=not is_blind)),
+        estimator=CrossTypeFitter(types=types, prior=prior),
+        is_shared=not is_blind,
+        declares_length=not is_blind,
+    )

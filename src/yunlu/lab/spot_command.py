@@ -85,7 +85,7 @@ def spot(
         market for market in markets if len(market) * market.step_s > job.deadline_s
     ] or markets
     if interruptions:
-        from yunlu.lab.spot.traces import interrupt  # noqa: PLC0415
+        from yunlu.lab.spot.replay import interrupt  # noqa: PLC0415
         from yunlu.scheduler.spot import PRIOR  # noqa: PLC0415
 
         markets = [interrupt(market, PRIOR, random=random) for market in markets]
@@ -139,7 +139,7 @@ def _make_job(work: float, deadline: float, restart: float) -> DeadlineJob:
 def _read(
     paths: Sequence[Path], *, price: float, instance: str | None, zone: str, below: float
 ) -> list[SpotMarket]:
-    from yunlu.lab.spot.traces import read_availability, read_prices  # noqa: PLC0415
+    from yunlu.lab.spot.replay import read_availability, read_prices  # noqa: PLC0415
 
     if not 0 < price < 1:
         raise SpotError(f"--price: {price:g} is not between 0 and 1, the price of on-demand.")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from yunlu.hardware.fleet import Link
-    from yunlu.planning.layout import Layout
-    from yunlu.planning.split_constraints import Axis, SplitConstraints, WorkerShare
+    from yunlu.planning.layouts import Axis, Layout, SplitConstraints, WorkerShare
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "send"]
 OWN_MESSAGES = 2

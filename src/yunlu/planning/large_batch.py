@@ -1,4 +1,4 @@
-"""Large-batch rules: learning rate, warm-up and number of steps as functions of the batch. Pure."""
+"""Large-batch rules and schedules: learning rate, warm-up and number of steps. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.spec.train import AdaptBatchSpec, GrowBatchSpec, TrainSpec
+    from yunlu.spec.train import AdaptBatchSpec, GrowBatchSpec, ScheduleSpec, TrainSpec
+
 
 Rule = Literal["none", "linear", "sqrt"]
 AdaptedRule = Literal["none", "linear", "sqrt", "gain"]
@@ -142,3 +143,21 @@ def count_steps(spans: Iterable[tuple[int, int]], epochs: float) -> int:
         for (first, per_epoch), end in zip(ordered, ends, strict=True)
     )
     return max(1, round(sum(lengths)))
+
+
+def rate(spec: ScheduleSpec, step: float, *, steps: int, warmup_steps: int) -> float:
+    """The share of the peak used by ``step`` (counted from 0) of ``steps``."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    span = max(steps - warmup_steps, 1)
+    done = min((step - warmup_steps) / span, 1.0)
+    match spec.name:
+        case "constant" | "plateau":
+            return 1.0
+        case "linear":
+            return 1 - (1 - spec.final) * done
+        case "cosine":
+            return spec.final + (1 - spec.final) * (1 + math.cos(math.pi * done)) / 2
+        case "wsd":  # warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395): linear decay
+            falling = max((done - (1 - spec.decay)) / spec.decay, 0.0)
+            return 1 - (1 - spec.final) * falling

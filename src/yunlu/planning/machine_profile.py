@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.value import Value
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class MessageTime(FiniteFigures):
 class LinkFigures(FiniteFigures):
     """Link between two workers of this machine."""
 
-    backend: Literal["gloo", "nccl"]
+    backend: str
     all_reduce: MessageTime
     send: MessageTime
     """From one to the other, one direction."""
@@ -133,7 +133,7 @@ class MachineProfile(FiniteFigures):
     is_quick: bool
     """Only what a plan needs at once: no link, disk or start-up figures."""
     host: str
-    kind: Literal["cpu", "cuda", "mps"]
+    kind: str
     device: str
     devices: int = 1
     """Number of identical devices; a CPU is one."""

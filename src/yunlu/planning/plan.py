@@ -1,25 +1,106 @@
-"""Plan: decisions for one run, their reasons, and the prediction.
-
-The same value before anyone pays (predicted, on priced hardware) and in the worker (refined by measurements).
-"""
+"""Plan: decisions for one run, their reasons, the prediction, and what measurements changed. Pure."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
-from yunlu.hardware.device import Kind
+from yunlu.hardware.catalog import HERE
 from yunlu.hardware.fleet import Link
-from yunlu.hardware.offer import HERE
-from yunlu.planning.explain import explain_plan
 from yunlu.planning.large_batch import Rule
-from yunlu.planning.layout import Layout, parse_layout
-from yunlu.planning.split_constraints import SplitConstraints
+from yunlu.planning.layouts import Layout, SplitConstraints, parse_layout
 from yunlu.spec.optimizers import Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_STEP_WORDS = {
+    "compute": "computing",
+    "tp": "tensor parallel",
+    "pp_bubble": "pipeline bubble",
+    "dp": "gradients and shards",
+    "optimizer": "optimiser",
+    "input": "input",
+    "other": "other",
+}
+_WAITS = {
+    "tp": "tensor parallel waits for links",
+    "pp_bubble": "pipeline bubble",
+    "dp": "waits for gradients and shards",
+    "input": "waits for input",
+    "other": "overheads of small work",
+}
+_MUCH = 0.15
+"""Share of a step that is worth mentioning."""
+_ALIKE = 1.05
+
+
+def explain_plan(plan: Plan) -> str:
+    """Memory and time of one plan, by component."""
+    parts, hardware = plan.prediction, plan.hardware
+    lines = [f"{hardware} ({hardware.device}): {describe_layout(plan)}"]
+    if plan.reason:
+        lines.append(f"  {plan.reason}")
+    lines.append(f"  memory of a device: {show_interval(plan.memory_bytes, show_bytes)}")
+    lines += _shares(parts.memory_parts, show_bytes, {})
+    lines.append(f"  a step: {show_interval(plan.step_s, show_duration)}")
+    lines += _shares(parts.step_parts, show_duration, _STEP_WORDS)
+    lines.append(f"  in all: {show_interval(plan.total_s, show_duration)}")
+    lines += _shares(parts.total_parts, show_duration, {})
+    lines += [f"  {item.name} {item.value}: {item.reason}" for item in plan.choices if item.reason]
+    text = " ".join(f"--set {shlex.quote(override)}" for override in plan.overrides)
+    lines.append(f"  to train it so: yunlu train JOB {text}")
+    return "\n".join(lines)
+
+
+def describe_layout(plan: Plan) -> str:
+    """``dp8 x tp2, micro-batch 4 x 2, selective recompute, bf16``."""
+    parts = [str(plan.layout) + (", zero1" if plan.layout.zero1 else "")]
+    parts.append(f"micro-batch {plan.micro_batch} x {plan.accumulation}")
+    if plan.recompute != "none":
+        parts.append(f"{plan.recompute} recompute")
+    parts.append(plan.precision)
+    return ", ".join(parts)
+
+
+def show_interval(interval: Interval, show: object) -> str:
+    """``3.1 h (2.6 h to 3.8 h)``."""
+    show_value = show if callable(show) else str
+    return (
+        f"{show_value(interval.value)} ({show_value(interval.low)} to {show_value(interval.high)})"
+    )
+
+
+def main_wait(plan: Plan) -> str:
+    """Largest component of a step besides compute, if it is large; else empty."""
+    step_s = max(plan.step_s.value, 1e-12)
+    lost = {name: plan.prediction.step_parts.get(name, 0.0) / step_s for name in _WAITS}
+    name = max(lost, key=lambda item: lost[item])
+    return f"{_WAITS[name]} {lost[name]:.0%}" if lost[name] >= _MUCH else ""
+
+
+def compare(value: float, best: float, worse: str) -> str:
+    """``3.1x dearer``; empty where they are similar."""
+    if best <= 0 or value <= best * _ALIKE:
+        return ""
+    return f"{value / best:.1f}x {worse}" if value < 100 * best else f"{value / best:,.0f}x {worse}"
+
+
+def _shares(parts: dict[str, float], show: object, labels: dict[str, str]) -> list[str]:
+    say = show if callable(show) else str
+    whole = sum(parts.values()) or 1.0
+    return [
+        f"    {labels.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
+        for name, value in parts.items()
+        if value > 0.0005 * whole
+    ]
+
 
 Basis = Literal["analytic", "measured"]
 """Where figures come from: counted operators and fitted models, or passes timed on the hardware itself."""
@@ -228,6 +309,35 @@ class Measurement(Prediction):
     """Memory, time and cost of a run as measured."""
 
 
+class RankRehearsal(Value):
+    """Memory of one worker in a rehearsed step."""
+
+    rank: int
+    peak_bytes: int
+    """Most bytes of tensors at a time."""
+    phase: str
+    """What was being done then."""
+    parts: dict[str, int]
+    """Bytes at that moment, by what they hold."""
+
+
+class Rehearsal(Value):
+    """A step on fake tensors: what it takes, without paying for a device."""
+
+    ranks: tuple[RankRehearsal, ...]
+    """One worker of each pipeline stage: the others hold no more."""
+    kernels: str
+    """Kind of device whose kernels were assumed."""
+    cpu_s: float
+    samples: int
+    """Samples of the rehearsed micro-batch."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest worker."""
+        return max(rank.peak_bytes for rank in self.ranks)
+
+
 class Plan(StepSettings):
     """Everything that was decided about a run beyond its job, and what is predicted of it."""
 
@@ -235,7 +345,7 @@ class Plan(StepSettings):
     """Nodes it was made for."""
     reason: str = ""
     """Why it won or lost, where it is one of several options."""
-    device: Kind
+    device: str
     devices: int = 1
     """Requested workers; a layout may use fewer."""
     layout: Annotated[Layout, BeforeValidator(_read_layout)] = Layout()
@@ -374,3 +484,54 @@ class Plan(StepSettings):
     def to_json(self) -> str:
         """Everything, for programs."""
         return self.model_dump_json(indent=2)
+
+
+_FIGURES = {
+    "memory_bytes": ("memory", show_bytes),
+    "step_s": ("step time", show_duration),
+    "total_s": ("total time", show_duration),
+}
+
+
+def refine(planned: Plan, measured: Plan) -> Plan:
+    """The measured plan, with the differences from the one that was submitted.
+
+    What the submitted plan pinned and the worker kept keeps its reason.
+    """
+    before = {choice.name: choice for choice in planned.choices}
+    choices = tuple(_keep_reason(before.get(item.name), item) for item in measured.choices)
+    changes = (*_changed_choices(planned, measured), *_changed_figures(planned, measured))
+    return measured.model_copy(update={"choices": choices, "refinements": changes})
+
+
+def _keep_reason(planned: Choice | None, now: Choice) -> Choice:
+    is_handed_over = planned is not None and now.pinned and not planned.pinned
+    if planned is None or not is_handed_over or planned.value != now.value:
+        return now
+    return now.model_copy(update={"reason": f"as planned: {planned.reason}"})
+
+
+def _changed_choices(planned: Plan, measured: Plan) -> Iterator[PlanChange]:
+    """Decisions of both plans that differ; what only a worker can decide was never planned."""
+    before = {choice.name: choice.value for choice in planned.choices}
+    # The catalog and the driver name one device differently.
+    is_same_device = planned.hardware.cloud == HERE and planned.device == measured.device
+    for choice in measured.choices:
+        was = before.get(choice.name, choice.value)
+        if was != choice.value and not (choice.name == "device" and is_same_device):
+            yield PlanChange(
+                name=choice.name, planned=was, refined=choice.value, reason=choice.reason
+            )
+
+
+def _changed_figures(planned: Plan, measured: Plan) -> Iterator[PlanChange]:
+    """Predicted figures that lie outside the interval that was shown."""
+    for quantity, (name, show) in _FIGURES.items():
+        interval, now = getattr(planned, quantity), getattr(measured.prediction, quantity)
+        if not interval.low <= now <= interval.high:
+            yield PlanChange(
+                name=name,
+                planned=show_interval(interval, show),
+                refined=show(now),
+                reason="from passes that the worker timed",
+            )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from yunlu.core.errors import DataError, JobError, did_you_mean
 from yunlu.core.units import show_bytes, show_duration
@@ -18,15 +19,13 @@ from yunlu.planning.large_batch import (
     warmup_steps_for,
 )
 from yunlu.planning.large_batch import count_steps as steps_of
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout, SplitConstraints, WorkerShare, peak_parts
 from yunlu.planning.plan import Choice, Hardware, Plan, Prediction
-from yunlu.planning.split_constraints import SplitConstraints, WorkerShare, peak_parts
 from yunlu.planning.splitting import MEMORY_SHARE, optimizer_state_bytes, split_work, time_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from yunlu.hardware.device import Kind
     from yunlu.hardware.fleet import Machine
     from yunlu.planning.analytic_estimate import AnalyticEstimate
     from yunlu.planning.plan import Profile
@@ -105,7 +104,7 @@ def decide(
     hardware: Hardware,
     *,
     device: Choice,
-    kind: Kind,
+    kind: str,
     cores: int,
     predict: Callable[[Profile, RunLength], Prediction],
     guess: AnalyticEstimate | None = None,
@@ -121,7 +120,7 @@ def decide(
         split: The layout, and how each worker computes its share.
         hardware: Nodes that it is planned for.
         device: Choice of the device.
-        kind: Kind of the device.
+        kind: Of the device.
         cores: Of one node; 0 where unknown.
         predict: Predicts a run of some length from a profile.
         guess: Figures as they were to be expected before anything was timed.
@@ -426,3 +425,43 @@ def _choose_checkpoints(job: Job, steps_per_epoch: int, step_s: float) -> tuple[
     if every == "auto":
         return max(1, round(SAVE_EVERY_S / step_s)), "at most a minute of work is ever lost"
     return (steps_per_epoch if every == "epoch" else every), ""
+
+
+RecomputeMode: TypeAlias = Literal["none", "selective", "full"]
+
+EXTRA_TIME: Mapping[RecomputeMode, float] = MappingProxyType(
+    {"none": 0.0, "selective": 0.23, "full": 0.35}
+)
+"""Time that each mode adds to a pass, as a share of it: a small transformer on a CPU."""
+
+
+def plan_recompute(
+    kept_bytes: Mapping[RecomputeMode, float],
+    room_bytes: float,
+    *,
+    extra_time: Mapping[RecomputeMode, float] = EXTRA_TIME,
+) -> tuple[RecomputeMode, float]:
+    """The mode and the share of the blocks with which activations fit at the least cost of time.
+
+    Where nothing fits, the thriftiest there is: a smaller micro-batch must do the rest.
+
+    Args:
+        kept_bytes: What a pass holds with each mode applied to all blocks; ``none`` is always there.
+        room_bytes: What it may hold.
+        extra_time: What each mode adds to a pass, applied to all blocks.
+    """
+    everything = kept_bytes["none"]
+    if everything <= room_bytes:
+        return "none", 0.0
+    # What is saved grows with each block; the memory to compute one block again is in the figure
+    # for all of them, so a part of them never takes more than this line says.
+    shares: dict[RecomputeMode, float] = {
+        mode: (everything - room_bytes) / (everything - retained)
+        for mode, retained in kept_bytes.items()
+        if retained <= room_bytes
+    }
+    if shares:
+        mode = min(shares, key=lambda mode: shares[mode] * extra_time[mode])
+        return mode, shares[mode]
+    thriftiest = min(kept_bytes, key=lambda mode: kept_bytes[mode])
+    return thriftiest, 0.0 if thriftiest == "none" else 1.0

@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import JobError, ModelError
 from yunlu.hardware.fleet import LOOPBACK, PCIE
 from yunlu.planning.collectives import OWN_MESSAGES, list_exchanges
-from yunlu.planning.layout import Layout
 from yunlu.planning.layouts import (
+    NOT_EXAMINED,
+    Layout,
+    SplitConstraints,
+    WorkerShare,
     choose_layout,
     count_devices,
+    fits,
     layout_from,
     refuse_conflicts,
+    replan,
     replan_with_reason,
     restrict,
-)
-from yunlu.planning.predict.step_parts import compose_step
-from yunlu.planning.split_constraints import (
-    NOT_EXAMINED,
-    SplitConstraints,
     worker_bytes,
     worker_share,
 )
+from yunlu.planning.predict.local import STEP_PARTS, StepTime, compose_step
 
 if TYPE_CHECKING:
     from yunlu.hardware.fleet import Machine
     from yunlu.planning.plan import Plan, Profile, StepSettings
-    from yunlu.planning.predict.step_parts import StepTime
-    from yunlu.planning.split_constraints import WorkerShare
     from yunlu.spec.job import Job
 
 MEMORY_SHARE = 0.6
@@ -82,7 +81,7 @@ def constraints_of(job: Job, profile: Profile) -> SplitConstraints:
 
 def split_work(job: Job, machine: Machine, profile: Profile, *, batch: int) -> Split:
     """Choose a layout, or check the requested one, and adapt the measured settings to it."""
-    gpus = sum(device.kind == "cuda" for device in machine.devices)
+    gpus = machine.gpus
     devices = count_devices(job, gpus=gpus)
     if devices > 1:
         refuse_conflicts(job, Layout(dp=devices, zero1=job.layout.zero1))
@@ -277,7 +276,6 @@ def time_step(split: Split, profile: Profile, *, cores: int, is_cpu: bool) -> St
     # Small micro-batches cost more per sample than the probe's share; the planned size is
     # probed, so this only interpolates when the user re-plans.
     micro_s = slower * profile.probe_s * share.micro_batch / profile.probe_samples
-    cut = layout.tp * layout.pp * layout.fsdp * (layout.dp if layout.zero1 else 1)
     link = profile.link or (LOOPBACK if is_cpu else PCIE)
     talk_s: dict[str, float] = dict.fromkeys(("dp", "fsdp", "tp", "pp"), 0.0)
     for exchange in list_exchanges(layout, split.facts, share):
@@ -294,7 +292,109 @@ def time_step(split: Split, profile: Profile, *, cores: int, is_cpu: bool) -> St
         pipe_s=talk_s["pp"] / share.micros,
         waiting=(layout.pp - 1) / layout.stages_per_rank,
         data_s=talk_s["dp"] + talk_s["fsdp"],
-        optimizer_s=slower * profile.update_s / cut,
+        optimizer_s=slower * profile.update_s / _owners(layout),
         input_s=crowding * samples * profile.load_s_per_sample,
         other_s=crowding * (profile.own_s + messages_s),
     )
+
+
+_TALKS = {"dp": "dp", "fsdp": "dp", "tp": "tp", "pp": "pp"}
+"""Axis of an exchange, and the part of a step that it counts to."""
+
+
+def fewest_devices(plan: Plan) -> int:
+    """The fewest devices whose memory holds the model, by the plan; its own number at most."""
+    if plan.facts is None:
+        return 1
+    for devices in _smaller(plan.devices):
+        layout = _resized(plan, devices)
+        room = room_of_worker(
+            plan.room_bytes, plan.process_bytes, devices, is_shared=plan.device == "cpu"
+        )
+        if layout is not None and layout.world == devices and fits(layout, plan.facts, room):
+            return devices
+    return plan.devices
+
+
+def predict_by_count(plan: Plan) -> dict[int, StepTime]:
+    """The plan's predicted step on its devices and on fewer, before any was measured.
+
+    Empty where the plan does not tell the parts of a step apart. Parts follow the work and the bytes
+    that the layout of each number sends. What a plan of several machines says of exchanges holds
+    between machines: sizes that need fewer machines are left out, except a device alone.
+    """
+    facts, parts = plan.facts, plan.prediction.step_parts
+    if facts is None or set(parts) != set(STEP_PARTS):
+        return {}
+    per_node, result = plan.hardware.devices_per_node, dict[int, StepTime]()
+    nodes = math.ceil(plan.devices / per_node)
+    for devices in (*_smaller(plan.devices), plan.devices):
+        layout = plan.layout if devices == plan.devices else _resized(plan, devices)
+        is_known = devices == 1 or math.ceil(devices / per_node) == nodes
+        if layout is not None and layout.world == devices and is_known:
+            result[devices] = _step_on(plan, facts, layout)
+    return result
+
+
+def _smaller(devices: int) -> list[int]:
+    """Powers of two below: enough to see how a run scales."""
+    return [1 << power for power in range((devices - 1).bit_length())]
+
+
+def _resized(plan: Plan, devices: int) -> Layout | None:
+    """Its layout on fewer devices; None where there is none."""
+    assert plan.facts is not None
+    room = _room_of(plan, devices, 1)
+    try:
+        return replan(plan.layout, devices, plan.facts, batch=plan.batch, room_bytes=room)
+    except (JobError, ModelError):
+        return None
+
+
+def _step_on(plan: Plan, facts: SplitConstraints, layout: Layout) -> StepTime:
+    """The predicted step, with each part in proportion to what another layout computes and sends."""
+    parts, old = plan.prediction.step_parts, plan.layout
+    if layout == old:
+        return StepTime(**{f"{name}_s": seconds for name, seconds in parts.items()})
+    share = worker_share(layout, batch=plan.batch, micro_batch=plan.micro_batch)
+    before = WorkerShare(micro_batch=plan.micro_batch, micros=plan.accumulation)
+    more = math.ceil(plan.batch / layout.replicas) / math.ceil(plan.batch / old.replicas)
+    compute_s = parts["compute"] * more * old.tp * old.pp / (layout.tp * layout.pp)
+    talk_s = _scaled_talk(plan, facts, layout, share, before)
+    own_s = compute_s / share.micros
+    stage_s = own_s + talk_s["tp"] / share.micros
+    return compose_step(
+        micros=share.micros,
+        own_s=own_s,
+        stage_s=stage_s,
+        slowest_s=stage_s,
+        pipe_s=talk_s["pp"] / share.micros,
+        waiting=(layout.pp - 1) / layout.stages_per_rank,
+        data_s=talk_s["dp"],
+        optimizer_s=parts["optimizer"] * _owners(old) / _owners(layout),
+        input_s=parts["input"] * more,
+        other_s=parts["other"],
+    )
+
+
+def _scaled_talk(
+    plan: Plan, facts: SplitConstraints, layout: Layout, share: WorkerShare, before: WorkerShare
+) -> dict[str, float]:
+    """Seconds of each kind of exchange: as predicted, by bytes; over a usual link where none were."""
+    link = LOOPBACK if plan.device == "cpu" else PCIE
+    old_bytes: dict[str, float] = dict.fromkeys(("dp", "tp", "pp"), 0.0)
+    for exchange in list_exchanges(plan.layout, facts, before):
+        old_bytes[_TALKS[exchange.axis]] += exchange.sent_bytes
+    result = dict.fromkeys(old_bytes, 0.0)
+    for exchange in list_exchanges(layout, facts, share):
+        kind = _TALKS[exchange.axis]
+        seconds = exchange.seconds(link)
+        if kind != "pp" and old_bytes[kind]:  # those of a pipeline were counted with its bubble
+            seconds = plan.prediction.step_parts[kind] * exchange.sent_bytes / old_bytes[kind]
+        result[kind] += seconds
+    return result
+
+
+def _owners(layout: Layout) -> int:
+    """Workers that share out the update of one copy of the weights."""
+    return layout.tp * layout.pp * layout.fsdp * (layout.dp if layout.zero1 else 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import yaml
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.render.i18n import known_text, text
 from yunlu.runs.home import is_run_id
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.report_model import Finding
     from yunlu.render.i18n import BilingualText
     from yunlu.runs.events import WorkerLost
+    from yunlu.tuning.facts import StudyView, TrialFacts
     from yunlu.tuning.values import Dimension, ParamValue
-    from yunlu.tuning.view import StudyView, TrialFacts
 
 _MBIT_PER_BYTE = 8e-6
 _SHARE_METRICS = ("accuracy", "f1", "precision", "recall")

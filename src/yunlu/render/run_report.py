@@ -16,7 +16,10 @@ from yunlu.jobs.communication import without_name
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import ReportPage
 from yunlu.jobs.worker_groups import gist_of
-from yunlu.render.figures.run import (
+from yunlu.render.format import show_fault, show_metric, show_quantity, show_rate
+from yunlu.render.html_page import render_html
+from yunlu.render.i18n import BilingualText, known_text, same, text
+from yunlu.render.run_figures import (
     communication_figures,
     comparison_figure,
     confusion_figure,
@@ -30,9 +33,6 @@ from yunlu.render.figures.run import (
     time_totals,
     worker_bars,
 )
-from yunlu.render.format import show_fault, show_metric, show_quantity, show_rate
-from yunlu.render.html_page import render_html
-from yunlu.render.i18n import BilingualText, known_text, same, text
 from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState

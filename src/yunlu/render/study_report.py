@@ -10,18 +10,6 @@ from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.core.units import show_duration
-from yunlu.render.figures.study import (
-    TrialRanks,
-    curves_figure,
-    forecast_figure,
-    front_figure,
-    importance_figure,
-    pair_figure,
-    parallel_figure,
-    progress_figures,
-    slice_figure,
-    sparkline,
-)
 from yunlu.render.format import (
     model_path,
     report_link,
@@ -35,21 +23,32 @@ from yunlu.render.format import (
 )
 from yunlu.render.html_page import render_html
 from yunlu.render.i18n import known_text, same, text
+from yunlu.render.study_figures import (
+    TrialRanks,
+    curves_figure,
+    forecast_figure,
+    front_figure,
+    importance_figure,
+    pair_figure,
+    parallel_figure,
+    progress_figures,
+    slice_figure,
+    sparkline,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document, Log
-from yunlu.tuning.facts import rank_trials, wall_s
+from yunlu.tuning.facts import best_point, rank_trials, wall_s
 from yunlu.tuning.importance import FEWEST, compute_importance, expect_finals, rank_trials_by_value
 from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import best_point
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from yunlu.render.i18n import BilingualText
+    from yunlu.tuning.facts import StudyView, TrialFacts
     from yunlu.tuning.importance import Importance
     from yunlu.tuning.values import Dimension
-    from yunlu.tuning.view import StudyView, TrialFacts
 
 
 def dump_study(view: StudyView) -> dict[str, Any]:

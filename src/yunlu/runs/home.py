@@ -1,28 +1,39 @@
-"""The home of runs: where new runs are created and existing ones found.
+"""The home of runs, one directory each: where new runs are created and existing ones found.
 
-The only module that chooses an implementation of ``RunStore``.
+A run is a directory of this machine, or of a file system that several machines mount.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from yunlu.core.files import sync_directory
-from yunlu.core.private_files import check_home
+from yunlu.core.files import (
+    append_lines,
+    check_directory,
+    check_home,
+    make_directory,
+    name_if_foreign,
+    open_descriptor,
+    open_private,
+    open_regular,
+    open_to_read,
+    read_lines,
+    sync_directory,
+    write_atomically,
+)
 from yunlu.core.settings import read_settings
-from yunlu.runs.directory_store import DirectoryRunStore
-from yunlu.runs.run_store import Document
+from yunlu.runs.run_store import Area, Claim, Document, ItemStat, RunStore
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from yunlu.runs.run_store import RunStore
+    from collections.abc import Generator, Iterable, Iterator
 
 _STALE_S = 3600
 
@@ -100,3 +111,183 @@ def remove_stale(home: Path) -> None:
         with suppress(FileNotFoundError):  # published meanwhile
             if time.time() - path.stat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+class DirectoryRunStore(RunStore):
+    """``RunStore`` over the files of one directory; its name is the id of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_quiet = False
+
+    def __repr__(self) -> str:
+        return f"DirectoryRunStore({str(self.path)!r})"
+
+    @property
+    def id(self) -> str:
+        """As ``RunStore.id``."""
+        return self.path.name
+
+    @property
+    def address(self) -> str:
+        """As ``RunStore.address``."""
+        return str(self.path.absolute())
+
+    def location(self, name: str) -> str:
+        """As ``RunStore.location``."""
+        return str(self.path / name)
+
+    @property
+    def foreign_owner(self) -> str | None:
+        """As ``RunStore.foreign_owner``."""
+        try:
+            return name_if_foreign(self.path.stat().st_uid)
+        except OSError:  # not there, or not for us to look at: whoever reads it says so
+            return None
+
+    def stat(self, name: str) -> ItemStat | None:
+        """As ``RunStore.stat``; of a link, what is known of the link itself."""
+        try:
+            stat = (self.path / name).lstat() if name else self.path.stat()
+        except ValueError:  # a name that no file can have, from an event that somebody else wrote
+            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
+        return ItemStat(
+            size=stat.st_size,
+            modified_at=stat.st_mtime,
+            version=(stat.st_ino, stat.st_mtime_ns, stat.st_size),
+        )
+
+    def read(self, name: str, *, offset: int = 0) -> bytes | None:
+        """As ``RunStore.read``."""
+        try:
+            with open_to_read(self.path / name, below=self.path) as file:
+                if offset < 0:
+                    offset = max(0, file.seek(0, os.SEEK_END) + offset)
+                file.seek(offset)
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
+        """As ``RunStore.write``."""
+        path = self._ready(name)
+        if durable:
+            write_atomically(path, content)
+            return
+        data = content.encode() if isinstance(content, str) else content
+        aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        aside.unlink(missing_ok=True)
+        try:
+            with open_private(aside, "xb") as file:
+                file.write(data)
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def remove(self, name: str) -> None:
+        """As ``RunStore.remove``."""
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def names(self, area: str) -> list[str]:
+        """As ``RunStore.names``."""
+        check_directory(self.path / area, below=self.path)
+        try:
+            return sorted(
+                path.name for path in (self.path / area).iterdir() if not path.name.startswith(".")
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def append(self, log: str, records: Iterable[Any]) -> None:
+        """As ``RunStore.append``."""
+        append_lines(self.path / log, records)
+
+    def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
+        """As ``RunStore.read_log``."""
+        yield from read_lines(self.path / log, offset=offset, below=self.path)
+
+    @contextmanager
+    def claim(
+        self, claim: Claim, *, wait: bool, passed_on: str | None = None
+    ) -> Generator[_HeldLock]:
+        """As ``RunStore.claim``: a lock on a file, which the system frees if the process dies."""
+        if passed_on is None:
+            descriptor = open_descriptor(self.path / claim, os.O_RDWR | os.O_CREAT)
+        else:
+            descriptor = int(passed_on)
+        with os.fdopen(descriptor, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _held_locks.append(file)
+            try:
+                yield _HeldLock(file)
+            finally:
+                if file in _held_locks:  # not in a forked child
+                    _held_locks.remove(file)
+
+    def is_claimed(self, claim: Claim) -> bool:
+        """As ``RunStore.is_claimed``."""
+        if not (self.path / claim).exists():
+            return False
+        try:
+            with self.claim(claim, wait=False):
+                return False
+        except BlockingIOError:
+            return True
+
+    @property
+    def home(self) -> Path:
+        """As ``LocalRunStore.home``."""
+        return self.path.parent
+
+    def directory(self, area: Area) -> Path:
+        """As ``LocalRunStore.directory``."""
+        return self.path / area
+
+    def open_text_log(self, name: str) -> IO[bytes]:
+        """As ``LocalRunStore.open_text_log``."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return os.fdopen(open_regular(self._ready(name), flags, below=self.path), "ab")
+
+    def _ready(self, name: str) -> Path:
+        """Path of an item that is about to be written; its area is there."""
+        path = self.path / name
+        if "/" in name:
+            check_directory(path.parent, below=self.path)
+            make_directory(path.parent)
+        return path
+
+
+class _HeldLock:
+    """A locked file: whoever inherits its descriptor holds the lock."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def pass_on(self) -> str:
+        """As ``HeldClaim.pass_on``."""
+        os.set_inheritable(self._file.fileno(), True)
+        return str(self._file.fileno())
+
+
+_held_locks: list[IO[str]] = []
+
+
+def _drop_locks() -> None:
+    while _held_locks:
+        _held_locks.pop().close()
+
+
+# A forked child (a loader, a worker) can outlive its parent: a copy of the lock would keep the claim.
+os.register_at_fork(after_in_child=_drop_locks)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from yunlu.core.errors import StoreError
+from yunlu.core.files import check_home, make_directory, open_to_read
 from yunlu.core.framing import FrameError, FrameReader, receive_frame, send_frame
-from yunlu.core.private_files import check_home, make_directory
-from yunlu.core.regular_files import open_to_read
 from yunlu.core.secure_link import LinkRefusedError, connect_link, derive_secret
 from yunlu.core.settings import launch_secret
 from yunlu.core.value import Value

@@ -10,9 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.private_files import open_private
+from yunlu.core.files import open_private, open_to_read
 from yunlu.core.processes import ProcessHandle, reap_in_background, start_process
-from yunlu.core.regular_files import open_to_read
 from yunlu.jobs import lifecycle
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
 from yunlu.scheduler.pool_store import PoolSettings, PoolStore, ServiceRecord

@@ -23,8 +23,7 @@ from yunlu.executors.worker_process import (
 )
 from yunlu.jobs import lifecycle
 from yunlu.jobs.run import detect_lost, error_of, new_record
-from yunlu.runs.documents import not_a_run
-from yunlu.runs.run_store import Area
+from yunlu.runs.run_store import Area, not_a_run
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler.run_status import RunObservation

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
-from yunlu.core.imports import make_object, names_object
-from yunlu.spec.entry_points import POLICIES, load_registered
+from yunlu.core.imports import POLICIES, load_registered, make_object, names_object
 
 if TYPE_CHECKING:
     from yunlu.scheduler.policy.goodput import Estimator

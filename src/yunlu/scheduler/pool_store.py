@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import append_lines, read_lines, write_atomically
-from yunlu.core.json_decode import decode_json
-from yunlu.core.private_files import make_directory, open_private
-from yunlu.core.regular_files import read_regular
+from yunlu.core.files import (
+    append_lines,
+    make_directory,
+    open_private,
+    read_lines,
+    read_regular,
+    write_atomically,
+)
+from yunlu.core.limits import decode_json
 from yunlu.core.secrets import mask_value
 from yunlu.core.value import Value
 

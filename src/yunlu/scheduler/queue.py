@@ -23,12 +23,11 @@ from yunlu.executors.worker_process import (
     recorded_worker,
 )
 from yunlu.jobs import lifecycle
-from yunlu.runs.documents import read_job
 from yunlu.runs.home import find_runs
-from yunlu.runs.run_store import Area, Document, require_own
+from yunlu.runs.run_store import Area, Document, read_job, read_submitted_plan, require_own
 from yunlu.runs.states import RunState
 from yunlu.scheduler.run_status import ResourceRequest, make_request
-from yunlu.spec.goal import read_span_s
+from yunlu.spec.fields import read_span_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +103,7 @@ def enqueue(
 ) -> RunStore:
     """Create a run that waits for the pool. Returns at once, whether or not a pool is up."""
     options = options or SubmitOptions()
-    request = make_request(job, least=options.min_devices, most=options.max_devices)
+    request = make_request(job, plan, least=options.min_devices, most=options.max_devices)
     run = lifecycle.submit(job, source=source, plan=plan)
     now = time.time()
     deadline_s = options.deadline_s if options.deadline_s is not None else _deadline_s(job)
@@ -191,7 +190,8 @@ def change_terms(
         before = read_entry(run)
         least = min_devices if min_devices is not None or before is None else before.request.least
         most = max_devices if max_devices is not None or before is None else before.request.most
-        changes["request"] = make_request(read_job(run), least=least, most=most)
+        plan = read_submitted_plan(run)
+        changes["request"] = make_request(read_job(run), plan, least=least, most=most)
     return change_entry(run, **changes)
 
 
@@ -280,7 +280,7 @@ def _write(run: RunStore, entry: QueueEntry) -> None:
 
 
 def _deadline_s(job: Job) -> float | None:
-    from yunlu.spec.goal import read_span_s  # noqa: PLC0415 (needed once for each job)
+    from yunlu.spec.fields import read_span_s  # noqa: PLC0415 (needed once for each job)
 
     return read_span_s(job.goal.deadline) if job.goal.deadline else None
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from yunlu.hardware.catalog import load_catalog
 from yunlu.jobs.run_log import step_s
-from yunlu.runs.documents import read_submitted_plan
+from yunlu.planning.splitting import predict_by_count
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.fold import RunView, apply
+from yunlu.runs.run_store import read_submitted_plan
 from yunlu.scheduler.allocation_record import RecordedTiming
 from yunlu.scheduler.policy.goodput import BatchLimits, GradientNoise, Observations, StepTiming
 from yunlu.scheduler.policy.speed_by_type import NoDeviceTypePrior
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from yunlu.planning.plan import Plan
     from yunlu.runs.events import Event
@@ -53,6 +54,8 @@ class RunProgress:
         self.micro_batch: int | None = None
         self.steps: int | None = None
         self.step = 0
+        self.plan: Plan | None = None
+        """The newest: the submitted one until the worker has refined it."""
         self.noise: tuple[float, float] | None = None
         """Square of the gradient, and its variance at the base batch."""
         self.moved_at = time.monotonic()
@@ -66,6 +69,7 @@ class RunProgress:
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._groups: defaultdict[tuple[int, int], _Group] = defaultdict(_Group)
         self._unknown: list[Mapping[str, Any]] = []
+        self._predicted: dict[str, tuple[StepTiming, ...]] = {}
 
     def take(self) -> bool:
         """Read new log records; returns whether there were any."""
@@ -94,21 +98,24 @@ class RunProgress:
             if len(group.steps_s) < 2 or self.batch is None:
                 continue
             whole_s, wait_s = median(group.steps_s), median(group.waits_s)
-            share = max(1, -(-self.batch // devices))
-            local = min(self.micro_batch or share, share)
-            passes = -(-share // local)
-            pass_s = max(whole_s - wait_s, 1e-9) / passes
-            matches.append(
-                RecordedTiming(
-                    device_type=device_type,
-                    nodes=nodes,
-                    devices=devices,
-                    local_batch=local,
-                    accumulate_s=pass_s,
-                    step_s=max(whole_s - (passes - 1) * pass_s, 1e-9),
-                )
-            )
+            shape = device_type, nodes, devices
+            timing = _as_timing(shape, self.batch, self.micro_batch, whole_s, wait_s)
+            matches.append(RecordedTiming(**timing._asdict()))
         return tuple(matches)
+
+    def predicted(self, device_type: str) -> tuple[StepTiming, ...]:
+        """Step times that its plan expects; the same object as long as the plan is."""
+        if device_type not in self._predicted:
+            self._predicted[device_type] = tuple(self._predict(device_type))
+        return self._predicted[device_type]
+
+    def _predict(self, device_type: str) -> Iterator[StepTiming]:
+        if (plan := self.plan) is None:
+            return
+        for devices, step in predict_by_count(plan).items():
+            nodes = -(-devices // plan.hardware.devices_per_node)
+            shape, wait_s = (device_type, nodes, devices), step.dp_s + step.tp_s
+            yield _as_timing(shape, plan.batch, plan.micro_batch, step.total_s, wait_s)
 
     def pace_s(self, devices: int) -> float | None:
         """Typical step time on so many devices."""
@@ -142,6 +149,8 @@ class RunProgress:
     def _take_plan(self, plan: Plan) -> None:
         self.batch, self.micro_batch = plan.batch, plan.micro_batch
         self.base_batch, self.steps = plan.batch, plan.steps
+        if plan != self.plan:
+            self.plan, self._predicted = plan, {}
 
     @property
     def _attempt(self) -> int:
@@ -173,6 +182,21 @@ class RunProgress:
         group = self._groups[workers]
         group.steps_s.append(step_s(record))
         group.waits_s.append(float(record.get("communication_s") or 0.0))
+
+
+def _as_timing(
+    shape: tuple[str, int, int],
+    batch: int,
+    micro_batch: int | None,
+    whole_s: float,
+    wait_s: float,
+) -> StepTiming:
+    """A step of a type, nodes and devices as passes: all but the last do not wait for others."""
+    share = max(1, -(-batch // shape[2]))
+    local = min(micro_batch or share, share)
+    passes = -(-share // local)
+    pass_s = max(whole_s - wait_s, 1e-9) / passes
+    return StepTiming(*shape, local, pass_s, max(whole_s - (passes - 1) * pass_s, 1e-9))
 
 
 _SAME = 0.1
@@ -220,8 +244,9 @@ class SpeedEstimates:
             timings=self._own.get(scheduled.id, ()),
             noise=noise,
             shared_timings=self._alike.get(scheduled.entry.signature, ()),
+            predicted_timings=progress.predicted(_planned_type(progress.plan, types)),
         )
-        # Never observed: it starts with the number of devices that its owner requested.
+        # Never observed: it starts with the devices that its owner or its plan requested, at most.
         request = scheduled.entry.request
         estimate = self._make_estimator(max(request.requested, request.least), types)
         model = estimate(seen, self._models.get(scheduled.id))
@@ -245,7 +270,7 @@ class CatalogSpeeds(NoDeviceTypePrior):
 
     def samples_per_s(self, seen: Observations, device_type: str) -> float | None:
         """In arbitrary units: only ratios between types are meaningful."""
-        if not (seen.timings or seen.shared_timings):
+        if not (seen.timings or seen.shared_timings or seen.predicted_timings):
             return None
         return _peak_flops(device_type)
 
@@ -257,6 +282,13 @@ def _peak_flops(device_type: str) -> float | None:
         return None
     peaks = catalog.device(device_type).peak_flops
     return next((peaks[item] for item in _TRAINED_IN if item in peaks), None)
+
+
+def _planned_type(plan: Plan | None, types: tuple[str, ...]) -> str:
+    """The type that its plan's speeds are taken for: the only one of a pool, whatever its name."""
+    if len(types) == 1:
+        return types[0]
+    return plan.hardware.device if plan is not None else ""
 
 
 def _limits(most: int | None, base: int, local_most: int | None) -> BatchLimits:

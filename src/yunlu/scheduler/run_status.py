@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
+    from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.allocation_record import AllocationRecord
     from yunlu.scheduler.loop import SteadyClock
@@ -87,12 +88,15 @@ class ResourceRequest(Value):
         return self.least == self.most
 
 
-def make_request(job: Job, *, least: int | None = None, most: int | None = None) -> ResourceRequest:
+def make_request(
+    job: Job, plan: Plan | None = None, *, least: int | None = None, most: int | None = None
+) -> ResourceRequest:
     """Resource request of a job; explicit bounds override the job's own.
 
-    A job that names its devices or its whole layout is rigid, unless bounds are given.
+    A job that names its devices or its whole layout is rigid, unless bounds are given. What it leaves
+    open, its submitted plan says: the devices that it was planned for, and the fewest that hold it.
     """
-    from yunlu.planning.conflicts import find_conflicts  # noqa: PLC0415 (slow to import)
+    from yunlu.planning.layouts import find_conflicts  # noqa: PLC0415 (slow to import)
 
     multiple = _cut_ways(job)
     fixed = _fixed_devices(job)
@@ -106,7 +110,7 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
         return ResourceRequest(least=1, most=1, requested=1)
     if least is None and most is None and fixed is not None:
         return _rigid(fixed, multiple)
-    low = _round_up(least or multiple, multiple)
+    low = _round_up(least or _fewest(plan, most), multiple)
     high = most if most is not None else max(job.goal.max_devices or MANY, low)
     high = high // multiple * multiple
     if low > high:
@@ -115,10 +119,22 @@ def make_request(job: Job, *, least: int | None = None, most: int | None = None)
             + (f" and is a multiple of {multiple}" if multiple > 1 else ""),
             hint="lower --min-devices or raise --max-devices",
         )
-    requested = min(max(_round_up(fixed or job.layout.said_workers, multiple), low), high)
+    planned = 1 if plan is None else plan.devices
+    wanted = fixed or max(job.layout.said_workers, planned)
+    requested = min(max(_round_up(wanted, multiple), low), high)
     if job.communication.method == "asynchronous" and low < 2 <= high:
         low, requested = 2, max(requested, 2)  # a single worker has no peer to exchange with
     return ResourceRequest(least=low, most=high, requested=requested, multiple=multiple)
+
+
+def _fewest(plan: Plan | None, most: int | None) -> int:
+    """The fewest devices that hold the model, by its plan; the owner's limit goes before."""
+    if plan is None:
+        return 1
+    from yunlu.planning.splitting import fewest_devices  # noqa: PLC0415 (slow to import)
+
+    fewest = fewest_devices(plan)
+    return fewest if most is None else min(fewest, most)
 
 
 def _rigid(devices: int, multiple: int) -> ResourceRequest:

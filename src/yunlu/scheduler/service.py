@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from yunlu.core.errors import YunluError
-from yunlu.core.files import write_atomically
-from yunlu.core.private_files import check_home, make_directory, open_lock
-from yunlu.core.private_process import make_process_private
+from yunlu.core.files import check_home, make_directory, open_lock, write_atomically
 from yunlu.core.processes import start_time
+from yunlu.core.secrets import make_process_private
 from yunlu.executors.registry import open_executor, require_known
 from yunlu.scheduler.executor_adapter import ExecutorAdapter
 from yunlu.scheduler.loop import Scheduler

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from yunlu.core.errors import did_you_mean
+from yunlu.core.imports import CODECS, OWN_CODE, known_names
 from yunlu.core.value import Value
-from yunlu.spec.entry_points import CODECS, OWN_CODE, known_names
 from yunlu.spec.fields import Auto, Checked, Count, CountOrZero, Fraction, Positive, conflict
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from yunlu.spec.source import InvalidJobError, Problem, show_path
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from yunlu.spec.source import Path
+    from yunlu.spec.source import KeyPath
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -89,7 +89,7 @@ def refuse_credential_in(text: str, what: str) -> None:
 
 
 def _search(
-    data: Any, path: Path, *, stores: tuple[str, ...], is_option: bool
+    data: Any, path: KeyPath, *, stores: tuple[str, ...], is_option: bool
 ) -> Iterator[ValidationFinding]:
     if isinstance(data, dict):
         section = cast("dict[Any, Any]", data)
@@ -113,7 +113,7 @@ def _search(
 
 
 def _search_item(
-    name: str, item: Any, path: Path, *, stores: tuple[str, ...], is_option: bool
+    name: str, item: Any, path: KeyPath, *, stores: tuple[str, ...], is_option: bool
 ) -> Iterator[ValidationFinding]:
     here = (*path, name)
     *_, last = name.split(".")  # search.space names fields by their dotted path

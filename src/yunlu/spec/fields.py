@@ -1,10 +1,12 @@
-"""Types and rules that the parts of a job share."""
+"""Types and rules that the parts of a job share: numbers, names, times."""
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from yunlu.core.value import Value  # noqa: TC001 - read at run time by pydantic
@@ -48,3 +50,42 @@ def shorthand(spec: type[Value], key: str) -> BeforeValidator:
 def conflict(key: str, message: str) -> NoReturn:
     """Refuse two fields that contradict each other, pointing at one of them."""
     raise PydanticCustomError("conflict", "{message}", {"key": key, "message": message})
+
+
+_UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SPAN = r"\d+(?:\.\d+)?\s*(?:s|min|m|h|d|w)"
+_DEADLINE = rf"^\s*{_SPAN}(?:\s+{_SPAN})*\s*$"
+
+
+def _listed(value: object) -> object:
+    """``gpu: H100`` is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def read_span_s(text: str) -> float | None:
+    """Seconds of ``90min``, ``36h``, ``1d 12h``; None where it is not such a time, or no time at all."""
+    if not re.fullmatch(_DEADLINE, text):
+        return None
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
+    span_s = math.fsum(float(number) * _UNITS[unit] for number, unit in parts)
+    return span_s if span_s > 0 else None
+
+
+def _takes_time(text: str) -> str:
+    if read_span_s(text) is None:
+        raise PydanticCustomError("not_a_time", "expected a time")
+    return text
+
+
+_Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[_Name], BeforeValidator(_listed, json_schema_input_type=_Name | list[_Name])]
+"""One name or several."""
+
+Deadline = Annotated[
+    str,
+    Field(
+        pattern=_DEADLINE,
+        json_schema_extra={"patternErrorMessage": "a time such as '90min', '36h' or '1d 12h'"},
+    ),
+    AfterValidator(_takes_time),
+]

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from yunlu.core.errors import JobError
-from yunlu.spec.entry_points import OPTIMIZERS, known_names, load_registered
+from yunlu.core.imports import OPTIMIZERS, known_names, load_registered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ import json
 import re
 
 from yunlu.core.errors import JobError
+from yunlu.core.imports import OWN_CODE, TASKS, known_names
 from yunlu.spec.credentials import refuse_credential_in
-from yunlu.spec.entry_points import OWN_CODE, TASKS, known_names
 from yunlu.spec.schema import unknown_name
 from yunlu.spec.source import InvalidJobError, parse
 from yunlu.spec.task_traits import traits_of

@@ -11,10 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import did_you_mean, nearest
+from yunlu.core.imports import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
 from yunlu.spec.communication import codec_names, text_pattern
-from yunlu.spec.entry_points import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
 from yunlu.spec.job import Job
-from yunlu.spec.source import Path, show_path
+from yunlu.spec.source import KeyPath, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def job_schema() -> Schema:
     }
 
 
-def schema_at(path: Path) -> Schema | None:
+def schema_at(path: KeyPath) -> Schema | None:
     """The part of the schema that a value at the path must meet; None where no such key exists."""
     schema: Schema | None = _plain_schema()
     for part in path:
@@ -74,18 +74,18 @@ def keys_of(schema: Schema) -> list[str]:
     return [key for form in alternatives(schema) for key in form.get("properties", {})]
 
 
-def homes_of(key: str) -> list[Path]:
+def homes_of(key: str) -> list[KeyPath]:
     """Every place in a job where this key may stand; in its search only where nowhere else."""
     matching_paths = [path for path in known_paths() if path[-1] == key]
     return [path for path in matching_paths if path[0] != "search"] or matching_paths
 
 
-def known_paths() -> list[Path]:
+def known_paths() -> list[KeyPath]:
     """Every key of a job, with the way to it."""
     return list(_all_paths(_plain_schema(), ()))
 
 
-def home_of(spec: str) -> Path | None:
+def home_of(spec: str) -> KeyPath | None:
     """Where the section built by a class such as ``TrainSpec`` stands in a job."""
     if spec == Job.__name__:
         return ()
@@ -118,7 +118,7 @@ def _is_open(form: Schema) -> bool:
     return form["additionalProperties"] is not False
 
 
-def _all_paths(schema: Schema, path: Path) -> Iterator[Path]:
+def _all_paths(schema: Schema, path: KeyPath) -> Iterator[KeyPath]:
     for form in alternatives(schema):
         for key, child in form.get("properties", {}).items():
             yield (*path, key)
@@ -161,7 +161,7 @@ def _tidy(schema: Any) -> None:
 class ValidationFinding:
     """What is wrong at one path of the data."""
 
-    path: Path
+    path: KeyPath
     message: str
     at_key: bool = False
     """Whether the key itself is wrong, rather than its value."""
@@ -174,8 +174,8 @@ def explain(error: ValidationError, data: Any = None) -> list[ValidationFinding]
     """
     # In Python a section can be built, and refused, on its own.
     home = home_of(error.title) or ()
-    findings: dict[Path, ValidationFinding] = {}
-    missing: defaultdict[Path, list[str]] = defaultdict(list)
+    findings: dict[KeyPath, ValidationFinding] = {}
+    missing: defaultdict[KeyPath, list[str]] = defaultdict(list)
     for fault in error.errors(include_url=False):
         location = (*home, *fault["loc"])
         if fault["type"] == "missing":
@@ -222,7 +222,7 @@ def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {kind} {name!r}; {did_you_mean(name, known)}; your own is written module:Class"
 
 
-def _find(fault: ErrorDetails, location: Path, data: Any) -> ValidationFinding:
+def _find(fault: ErrorDetails, location: KeyPath, data: Any) -> ValidationFinding:
     if fault["type"] in {"extra_forbidden", "invalid_key"}:
         return _unknown_key((*_real_path(location[:-1]), str(location[-1])))
     path = _real_path(location)
@@ -238,7 +238,7 @@ def _find(fault: ErrorDetails, location: Path, data: Any) -> ValidationFinding:
     return ValidationFinding(written, message)
 
 
-def _unknown_key(path: Path) -> ValidationFinding:
+def _unknown_key(path: KeyPath) -> ValidationFinding:
     key, known = str(path[-1]), keys_of(schema_at(path[:-1]) or {})
     homes = homes_of(key)
     if nearest(key, known) is None and len(homes) == 1:
@@ -253,14 +253,14 @@ def _guess(finding: ValidationFinding) -> str | None:
     return nearest(str(finding.path[-1]), known) if finding.at_key else None
 
 
-def _missing(path: Path, keys: list[str]) -> ValidationFinding:
+def _missing(path: KeyPath, keys: list[str]) -> ValidationFinding:
     names = _listing([repr(key) for key in keys], last="and")
     return ValidationFinding(path, f"missing required key{'s' if len(keys) > 1 else ''} {names}")
 
 
-def _real_path(location: Path) -> Path:
+def _real_path(location: KeyPath) -> KeyPath:
     """The part of a validator's location that stands in the job: union branches do not."""
-    path: Path = ()
+    path: KeyPath = ()
     for part in location:
         if schema_at((*path, part)) is None:
             break
@@ -268,7 +268,7 @@ def _real_path(location: Path) -> Path:
     return path
 
 
-def _as_written(path: Path, data: Any) -> tuple[Path, Any]:
+def _as_written(path: KeyPath, data: Any) -> tuple[KeyPath, Any]:
     """Where the value stands in the user's words: ``optimizer: adamm``, not ``optimizer.name``."""
     value = data
     for depth, part in enumerate(path):

@@ -20,10 +20,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from yunlu.core.metrics import lower_is_better
 from yunlu.core.value import Value
-from yunlu.spec.fields import Auto, Checked, Count, NotNegative, Positive, conflict, shorthand
-from yunlu.spec.goal import Deadline, Names
+from yunlu.spec.fields import (
+    Auto,
+    Checked,
+    Count,
+    Deadline,
+    Names,
+    NotNegative,
+    Positive,
+    conflict,
+    shorthand,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -539,3 +547,11 @@ def direction_of(metric: str, direction: Direction | Auto = "auto") -> Direction
     if direction != "auto":
         return direction
     return "minimize" if metric in COSTS or lower_is_better(metric) else "maximize"
+
+
+_FALLING = ("loss", "error", "mse", "mae", "rmse", "wer", "cer", "perplexity", "bits")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Losses and error rates fall when a model improves; the rest rises."""
+    return any(word in metric.lower() for word in _FALLING)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from yunlu.core.errors import JobError
+from yunlu.core.limits import read_limits
 from yunlu.core.secrets import mask
-from yunlu.core.settings import read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The way from the top of a job to one value: keys, and positions in lists."""
 
 
@@ -57,7 +57,7 @@ class InvalidJobError(JobError):
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
 
-def show_path(path: Path) -> str:
+def show_path(path: KeyPath) -> str:
     """``("train", "betas", 1)`` → ``train.betas[1]``."""
     text = ""
     for part in path:
@@ -90,11 +90,11 @@ class SourceDocument:
     """Data as read, with the places of its keys and values and what was wrong on the way."""
 
     data: Any
-    keys: dict[Path, SourceLocation] = field(default_factory=dict[Path, SourceLocation])
-    values: dict[Path, SourceLocation] = field(default_factory=dict[Path, SourceLocation])
+    keys: dict[KeyPath, SourceLocation] = field(default_factory=dict[KeyPath, SourceLocation])
+    values: dict[KeyPath, SourceLocation] = field(default_factory=dict[KeyPath, SourceLocation])
     problems: tuple[Problem, ...] = ()
 
-    def problem(self, path: Path, message: str, *, at_key: bool = False) -> Problem:
+    def problem(self, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
         """A problem with the value (or key) at the path, or with the nearest thing that stands."""
         index = self.keys.get(path) if at_key else None
         for length in range(len(path), -1, -1):
@@ -158,13 +158,13 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self.keys: dict[Path, SourceLocation] = {}
-        self.values: dict[Path, SourceLocation] = {}
+        self.keys: dict[KeyPath, SourceLocation] = {}
+        self.values: dict[KeyPath, SourceLocation] = {}
         self.problems: list[Problem] = []
         self._open: set[int] = set()
         self._count = 0
 
-    def read(self, node: yaml.Node, path: Path) -> Any:
+    def read(self, node: yaml.Node, path: KeyPath) -> Any:
         """The plain value of a node."""
         self.values[path] = _place(node)
         self._spend(node, path)
@@ -183,7 +183,7 @@ class _Reader:
         finally:
             self._open.discard(id(node))
 
-    def _read_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node, is_merged in self._pairs(node, path):
             if not isinstance(key_node, yaml.ScalarNode):
@@ -200,7 +200,7 @@ class _Reader:
         return result
 
     def _pairs(
-        self, node: yaml.Node, path: Path, inside: frozenset[int] = frozenset()
+        self, node: yaml.Node, path: KeyPath, inside: frozenset[int] = frozenset()
     ) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
         """A mapping's own pairs, then those of ``<<: *base``, which never replace an own key."""
         self._spend(node, path)
@@ -220,7 +220,7 @@ class _Reader:
         else:
             self._report(node, path, "'<<' takes a mapping, or a list of mappings")
 
-    def _read_scalar(self, node: yaml.Node, path: Path) -> Any:
+    def _read_scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         read = _SCALARS.get(node.tag)
         if read is None:
             return self._report(node, path, f"the tag {node.tag!r} is not allowed here")
@@ -229,13 +229,13 @@ class _Reader:
         except ValueError:
             return self._report(node, path, f"{node.value[:20]!r} is not a number that can be read")
 
-    def _spend(self, node: yaml.Node, path: Path) -> None:
+    def _spend(self, node: yaml.Node, path: KeyPath) -> None:
         self._count += 1
         if self._count > _MOST_VALUES:
             self._report(node, path, f"more than {_MOST_VALUES:,} values, counting aliases")
             raise InvalidJobError(self._where, self.problems)
 
-    def _report(self, node: yaml.Node, path: Path, message: str) -> None:
+    def _report(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         index = _place(node)
         self.problems.append(
             Problem(key=show_path(path), message=message, line=index.line, column=index.column)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from yunlu.core.errors import JobError
-from yunlu.spec.entry_points import TASK_TRAITS, known_names, load_registered
+from yunlu.core.imports import TASK_TRAITS, known_names, load_registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

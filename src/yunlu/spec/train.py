@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from yunlu.core.errors import did_you_mean
+from yunlu.core.imports import OPTIMIZERS, known_names
 from yunlu.core.value import Value
-from yunlu.spec.entry_points import OPTIMIZERS, known_names
 from yunlu.spec.fields import (
     Auto,
     Checked,

@@ -27,7 +27,7 @@ import psutil
 import pytest
 
 from yunlu.core.errors import StoreError
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.executors.executor import ExecutorError, LeaseState, NodeScaling
 from yunlu.executors.registry import executor_of
 from yunlu.hardware.fleet import NOTHING, Placement

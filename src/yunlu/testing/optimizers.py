@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.spec.optimizers import HYPERPARAMETERS, traits_of
 from yunlu.spec.train import OptimizerSpec
+from yunlu.training.engine_state import fill_optimizer, optimizer_shards
 from yunlu.training.memory.gradient_release import release_gradients
 from yunlu.training.optim.build import build_optimizer
-from yunlu.training.optim.frozen_adam import FreezableMoments
-from yunlu.training.optimizer_state import fill_optimizer, optimizer_shards
+from yunlu.training.optim.fused_adam import FreezableMoments
 from yunlu.training.tensor_slices import TensorShard, TensorSlice, TensorSpec, full_slice
 
 if TYPE_CHECKING:

@@ -9,20 +9,28 @@ fixed number of steps.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.value import Value
-from yunlu.planning.large_batch import adapt_batch, batch_limits, gain_of, rate_factor, rate_rule
-from yunlu.planning.schedule import rate
+from yunlu.planning.large_batch import (
+    adapt_batch,
+    batch_limits,
+    gain_of,
+    phases_of,
+    rate,
+    rate_factor,
+    rate_rule,
+)
 from yunlu.runs.events import BatchChanged
-from yunlu.training.data.sample_order import SwitchedOrder, make_order
-from yunlu.training.engine_builders import make_sample_order
+from yunlu.training.data.sample_order import PhasedOrder, SwitchedOrder, make_order
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
     from yunlu.training.data.sample_order import RunOrder
     from yunlu.training.engine import Engine
+
 
 CHANGE_EVERY = 20
 """Steps between possible changes; fixed, so that a resumed run changes at the same steps."""
@@ -184,3 +192,45 @@ def adapt_batch_size(engine: Engine) -> bool:
 
 def _is_near(one: float, other: float, factor: float) -> bool:
     return max(one, other) < factor * min(one, other)
+
+
+def make_sample_order(job: Job, plan: Plan, lengths: Any, *, samples: int) -> PhasedOrder:
+    """Sample order of all steps, over all phases of a growing batch."""
+    epochs = plan.steps  # an upper bound: no phase is cut off
+    phases = phases_of(job.train.grow_batch, plan.batch, samples, epochs)
+    return PhasedOrder(
+        tuple(
+            (
+                first,
+                make_order(samples, batch, job.train.seed, lengths=lengths, padding=plan.padding),
+            )
+            for first, batch in phases
+        )
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Plateau:
+    """Lowers the rate when the metric stops improving."""
+
+    factor: float
+    patience: int
+    scale: float = 1.0
+    waited: int = 0
+
+    def observe(self, *, improved: bool) -> bool:
+        """Record one evaluation; true if the rate was lowered."""
+        self.waited = 0 if improved else self.waited + 1
+        if self.waited < self.patience:
+            return False
+        self.scale *= self.factor
+        self.waited = 0
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {"scale": self.scale, "waited": self.waited}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.scale, self.waited = state["scale"], state["waited"]

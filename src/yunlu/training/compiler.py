@@ -14,6 +14,7 @@ import torch
 
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.training.determinism import set_deterministic
+from yunlu.training.device import is_accelerator, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -37,10 +38,8 @@ def compiler_problem(backend: Backend, device: torch.device | None = None) -> st
 
     if not is_dynamo_supported():
         return "torch.compile does not run on this Python and system."
-    if device is not None and device.type == "cuda":
-        from torch.utils._triton import has_triton  # noqa: PLC0415 - slow to import
-
-        return None if has_triton() else "Inductor needs Triton to compile for this GPU."
+    if device is not None and is_accelerator(device):
+        return kind_of(device.type).compiler_problem()
     return _cpp_problem()
 
 

@@ -11,28 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from yunlu.core.errors import DataError
 from yunlu.runs.events import MemoryExhausted
-from yunlu.training.batch_schedule import BatchSchedule
+from yunlu.training.batch_schedule import BatchSchedule, Plateau
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.compiler import (
     compile_model,
     compiled_call,
+    run_xla_steps,
     set_compiled_call,
     xla_device,
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
-from yunlu.training.engine_builders import (
-    average_buffers,
-    make_average,
-    make_optimizer,
-    seed_step,
-    wrap_model,
-)
+from yunlu.training.determinism import seed_step
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.guard import Guard, StepVerdict
+from yunlu.training.memory.gradient_release import ReleasingOptimizer, release_gradients
 from yunlu.training.memory.out_of_memory import (
     StepRestorePoint,
     free_memory,
@@ -41,10 +38,10 @@ from yunlu.training.memory.out_of_memory import (
     smaller,
 )
 from yunlu.training.memory.recompute import apply_recompute
-from yunlu.training.optim.frozen_adam import hold_moments
-from yunlu.training.optim.plateau import Plateau
+from yunlu.training.optim.build import build_optimizer
+from yunlu.training.optim.fused_adam import hold_moments
 from yunlu.training.precision import Precision
-from yunlu.training.single_worker import SingleCommunication, SingleWorld
+from yunlu.training.single_worker import SingleCommunication, SingleModel, SingleWorld
 from yunlu.training.tasks.task import collate_for
 from yunlu.training.tensor_slices import find_aliases
 
@@ -53,12 +50,80 @@ if TYPE_CHECKING:
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
+    from yunlu.training.communication.communicator import Communicator
     from yunlu.training.communication.engine_communication import EngineCommunication
     from yunlu.training.data.sample_order import RunOrder
     from yunlu.training.parallel.world import World
-    from yunlu.training.single_worker import StepRequest, StepTotals
-    from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.single_worker import StepRequest, StepTotals, WrappedModel
+    from yunlu.training.tasks.task import Batch, TrainingInputs
+
+
+def wrap_model(
+    model: nn.Module, world: SingleWorld, communicator: Communicator | SingleCommunication
+) -> WrappedModel:
+    """Distribute a model over the workers; a single worker imports no parallel code."""
+    if communicator.is_local_update and communicator.allreducer is not None:
+        from yunlu.training.parallel.gradient_allreduce import SiteReplicas  # noqa: PLC0415 - as below
+
+        return SiteReplicas(model, communicator.allreducer, bucket_bytes=communicator.bucket_bytes)
+    if world.layout.is_single or communicator.is_local_update:
+        return SingleModel(model)
+    from yunlu.training.parallel.parallel_model import ParallelModel  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.world import World  # noqa: PLC0415 - as above
+
+    assert isinstance(world, World)
+    return ParallelModel(
+        model, world, communicator.allreducer, bucket_bytes=communicator.bucket_bytes
+    )
+
+
+def average_buffers(world: SingleWorld, model: nn.Module, average: AveragedModel | None) -> None:
+    """Average buffers and the moving average over all workers: each updates its own copy."""
+    averaged = [] if average is None else average.module.state_dict().values()
+    world.average([*model.buffers(), *averaged])
+
+
+def make_optimizer(
+    job: Job, plan: Plan, model: nn.Module, weights: Sequence[Tensor]
+) -> tuple[Any, ReleasingOptimizer | None]:
+    """The optimiser over the weights this worker updates; also as gradient release, if enabled."""
+    train = job.train
+
+    def build(trained: nn.Module | Sequence[Tensor]) -> Any:
+        return build_optimizer(
+            trained,
+            train.optimizer,
+            lr=plan.lr,
+            weight_decay=plan.weight_decay,
+            l2=train.l2,
+            kernel=plan.kernel,
+            freezable=job.communication.kept != "exact",
+        )
+
+    if not train.gradient_release:
+        optimizer = build(weights)
+        if plan.compile == "xla":
+            run_xla_steps(optimizer)
+        return optimizer, None
+    release = release_gradients(model, build, l1=train.l1, clip_value=train.clip.value)
+    return release, release
+
+
+def make_average(model: nn.Module, decay: float) -> AveragedModel:
+    """A moving average of a model's weights."""
+
+    def blend(averages: Any, current: Any, count: Any) -> None:
+        # Early on the average follows closely, so that short runs do not end near the start.
+        updates = int(count)
+        weight = 1 - min(decay, (1 + updates) / (10 + updates))
+        for average, value in zip(averages, current, strict=True):
+            if average.is_floating_point():
+                average.lerp_(value.to(average.dtype), weight)
+            else:
+                average.copy_(value)
+
+    with torch.no_grad():
+        return AveragedModel(model, multi_avg_fn=blend, use_buffers=True)
 
 
 _ADAPTING_STEPS = 20
@@ -101,7 +166,12 @@ class Engine:
         self._start = StepRestorePoint(*self.wrapped.parts)
         self.optimizer, self.release = optimizer_of(job, plan, self.model, self.wrapped.optimized)
         self.average = make_average(self.model, train.ema) if train.ema else None
-        self.precision = Precision(plan.precision, self.device, adapt=plan.adapt_precision)
+        self.precision = Precision(
+            plan.precision,
+            self.device,
+            adapt=plan.adapt_precision,
+            keeps_lowered_weights=self.world.layout.fsdp == 1,
+        )
         self.precision.attach(self.model, *([self.average.module] if self.average else []))
         self.clipper = Clipper(train.clip)
         self.noise = NoiseScale(self.weights, is_mixed=self.lengths is None)

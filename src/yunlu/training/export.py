@@ -1,27 +1,34 @@
-"""Export of a model: full-precision weights as safetensors, the task's artifacts, a model card."""
+"""Export of a model: full-precision weights as safetensors, the task's artifacts, a model card.
+
+``load_model`` reads what ``export`` writes, to predict with it.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from yunlu.core.errors import TrainingError, is_disk_full
-from yunlu.core.files import sync_directory, sync_tree
-from yunlu.core.private_files import make_directory, restrict_tree
+from yunlu.core.errors import DataError, ModelError, TrainingError, is_disk_full
+from yunlu.core.files import make_directory, restrict_tree, sync_directory, sync_tree
+from yunlu.core.imports import names_object
+from yunlu.core.limits import read_json
 from yunlu.core.secrets import mask
 from yunlu.core.units import show_count, show_number
 from yunlu.runs.run_store import Area, require_local
-from yunlu.training.checkpoint.state import copy_weights
+from yunlu.spec.job import Job
 from yunlu.training.models.adapter import has_adapter, merge_adapter, save_adapter
-from yunlu.training.models.initial_weights import describe_base
+from yunlu.training.models.hf import is_hf, names_hf
+from yunlu.training.models.initial_weights import describe_base, load_exported
 from yunlu.training.models.keras import KerasModule
-from yunlu.training.quantize import convert_int8
-from yunlu.training.tasks.task import Predicts, SavesArtifacts
+from yunlu.training.quantize import INT8_FILE, convert_int8, load_int8
+from yunlu.training.tasks.task import Predicts, SavesArtifacts, open_task
+from yunlu.training.tensor_slices import copy_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,8 +36,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.runs.run_store import RunStore
-    from yunlu.spec.job import Job
-    from yunlu.training.tasks.task import Splits, Task
+    from yunlu.spec.job import ModelSpec
+    from yunlu.training.tasks.task import ModelPrediction, Splits, Task
 
 
 JOB_FILE = "job.json"
@@ -205,3 +212,95 @@ def _origin(job: Job) -> list[str]:
 def _packages(environment: dict[str, Any]) -> str:
     packages: dict[str, str] = environment.get("packages", {})
     return ", ".join(f"{name} {version}" for name, version in packages.items()) or "unknown"
+
+
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadedModel:
+    """A trained model with the task that reads its inputs."""
+
+    directory: Path
+    """Its exported files."""
+    job: Job
+    """The job that trained it."""
+    task: Task
+    module: nn.Module
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({str(self.directory)!r}, task={self.job.task!r})"
+
+    def predict(self, inputs: Sequence[Any], *, batch: int = _BATCH) -> list[ModelPrediction]:
+        """The answer to each input, in order.
+
+        Args:
+            inputs: Texts; paths, URLs or arrays of images and sounds; rows as mappings or lists of
+                values; pairs of user and item.
+            batch: Inputs computed at once.
+        """
+        assert isinstance(self.task, Predicts)
+        if isinstance(inputs, str | bytes | Mapping):
+            kind = type(inputs).__name__
+            raise DataError(f"predict takes a list of inputs, not a {kind}.", hint="wrap it: [x]")
+        answers: list[ModelPrediction] = []
+        with torch.no_grad():
+            for first in range(0, len(inputs), batch):
+                answers += self.task.predict(self.module, inputs[first : first + batch])
+        return answers
+
+
+def load_model(directory: Path, *, trust_code: bool = False) -> LoadedModel:
+    """Load an exported model: built in, Hugging Face, Keras or the user's own; INT8 if it has that."""
+    directory = directory.absolute()
+    path = directory / JOB_FILE
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} holds no exported model.",
+            hint="name a finished run, or the model directory of one",
+        )
+    job = Job.model_validate(read_json(path))
+    if job.task == "python:objects":
+        raise ModelError(
+            f"{directory} was trained from live Python objects, which cannot be built again.",
+            hint="load its model.safetensors into your module",
+        )
+    if not trust_code:
+        _refuse_code(job, directory)
+    task = open_task(job.task)
+    if not isinstance(task, Predicts):
+        raise ModelError(
+            f"The task {job.task} cannot predict: it has no methods restore and predict.",
+            hint="see yunlu.training.tasks.task.Predicts",
+        )
+    exported = job.model_copy(update={"model": _exported_spec(job.model, directory)})
+    try:
+        task.restore(exported, directory)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{directory} lacks what its task needs to predict: {error!r}") from error
+    module = task.build(exported)
+    if (directory / INT8_FILE).is_file():
+        load_int8(module, directory / INT8_FILE)
+    elif not is_hf(module):
+        load_exported(module, directory)
+    return LoadedModel(directory, job, task, module.eval())
+
+
+def _refuse_code(job: Job, directory: Path) -> None:
+    """A directory from elsewhere must not name what is imported here."""
+    for key, name in (("task", job.task), ("model.name", job.model.name)):
+        if names_object(name) and not names_hf(name):
+            raise ModelError(
+                f"{directory / JOB_FILE}: {key} is {name}, which is code.",
+                hint="if you know it: yunlu.load_model(..., trust_code=True)",
+            )
+
+
+def _exported_spec(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """How to build the model again: its weights, adapter included, are in the directory."""
+    changes: dict[str, Any] = {"weights": None, "adapter": None}
+    if names_hf(spec.name):
+        changes |= {"name": f"hf:{directory}", "args": {}, "pretrained": True}
+    elif spec.name.endswith(".keras") and (directory / KERAS_FILE).is_file():
+        changes["name"] = str(directory / KERAS_FILE)
+    return spec.model_copy(update=changes)

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yunlu.core.errors import ModelError, YunluError, missing_part
-from yunlu.core.json_decode import read_json
+from yunlu.core.limits import read_json
 from yunlu.core.value import Value
 from yunlu.planning.models.hf_config import shape_from_config
-from yunlu.planning.models.own_models import Own, own_adapter, own_transformer
+from yunlu.planning.models.known_models import Own, own_adapter, own_transformer
 from yunlu.planning.models.shape import ModelShape
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import lengths_of
@@ -43,7 +43,7 @@ from yunlu.training.models.transformer import (
 )
 from yunlu.training.parallel.pipeline_stages import why_not_split
 from yunlu.training.parallel.tensor_parallel import why_not_tensor
-from yunlu.training.tasks.registry import open_task
+from yunlu.training.tasks.task import open_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -70,15 +70,19 @@ def measure_job(job: Job) -> MeasuredShape:
     """Profile the model of a job on the first samples of its data; reads no weights."""
     task = open_task(job.task)
     splits = task.load(job)
-    # Shapes do not depend on trained weights, which may be many gigabytes.
-    bare = job.model.model_copy(update={"pretrained": False, "weights": None})
-    blank = job.model_copy(update={"model": bare})
+    blank = blank_job(job)
     batch = task.collate([splits.train[index] for index in _typical_samples(splits.train)])
     profile = measure_model(lambda: _build(blank, task), task, batch, name=job.model.name)
     if profile.shape.kind != "measured":
         described = profile.shape.model_copy(update={"adapter": own_adapter(job.model.adapter)})
         profile = profile.model_copy(update={"shape": described})
     return profile.model_copy(update={"train_samples": len(splits.train)})
+
+
+def blank_job(job: Job) -> Job:
+    """The job without trained weights, which may be many gigabytes: shapes do not depend on them."""
+    bare = job.model.model_copy(update={"pretrained": False, "weights": None})
+    return job.model_copy(update={"model": bare})
 
 
 def _typical_samples(samples: Samples) -> list[int]:
@@ -139,7 +143,9 @@ def measure_model(
     """Profile the model of ``build`` on one batch: with fake tensors, or for real if these fail."""
     try:
         with FakeTensorMode():
-            faked = replace(batch, inputs=_fake(batch.inputs), targets=_fake(batch.targets))
+            faked = replace(
+                batch, inputs=fake_values(batch.inputs), targets=fake_values(batch.targets)
+            )
             return _measure(build(), task, faked, name=name)
     except YunluError:
         raise
@@ -150,14 +156,14 @@ def measure_model(
     return profile.model_copy(update={"how": "real", "note": note})
 
 
-def _fake(value: Any) -> Any:
+def fake_values(value: Any) -> Any:
     """The same shapes without values; called under a ``FakeTensorMode``."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
-        return {key: _fake(item) for key, item in value.items()}
+        return {key: fake_values(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_fake(item) for item in value)
+        return tuple(fake_values(item) for item in value)
     return value
 
 

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from yunlu.core.errors import DataError
+from yunlu.core.limits import decode_json
+from yunlu.core.processes import piped_process
 from yunlu.planning.analytic_estimate import contention, make_estimate, measured_with, name_work
 from yunlu.planning.layouts import count_devices
+from yunlu.planning.machine_profile import MachineProfile
+from yunlu.planning.plan import refine
 from yunlu.planning.planner import make_plan
-from yunlu.planning.refine import refine
-from yunlu.runs.documents import read_submitted_plan, require_plan, write_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
-from yunlu.runs.run_store import Document
-from yunlu.training.checkpoint.state import seed_everything
+from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, write_plan
 from yunlu.training.compiler import xla_device
-from yunlu.training.data.packages import dataset_commit
-from yunlu.training.data.sources import is_hub_dataset
+from yunlu.training.data.sources import dataset_commit, is_hub_dataset
+from yunlu.training.determinism import seed_everything
+from yunlu.training.device import accelerator_kind
 from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, split_revision
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.precision import check_precision
 from yunlu.training.probe import measured_speeds
-from yunlu.training.probing.machine_profile import load_or_measure
-from yunlu.training.probing.profile_store import background_load, load_calibration
+from yunlu.training.probing.profile_store import (
+    background_load,
+    load_calibration,
+    load_profile,
+    save_profile,
+)
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
-from yunlu.training.tasks.registry import open_task
-from yunlu.training.tasks.task import SPECIAL_KEYS, DeclaresKeys
-from yunlu.training.training_inputs import TrainingInputs
+from yunlu.training.tasks.task import SPECIAL_KEYS, DeclaresKeys, TrainingInputs, open_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +157,7 @@ def load_or_make_plan(
 
 def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
     """Convert layers of suitable shape to FP8; ``check_precision`` checks the device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator_kind() or "cpu")
     check_precision("fp8", device)
     if not convert_to_fp8(model.to(device), device):
         directory.warn("train.precision is fp8, but no layer of this model has a suitable shape.")
@@ -194,3 +200,28 @@ def _warn_of_unused_keys(directory: RunStore, job: Job, task: Task) -> None:
         is_set = getattr(getattr(job, section), name) != fields[name].default
         if is_set and key not in task.special_keys:
             directory.warn(f"{key} is set, but the task {job.task} does not use it.")
+
+
+_BENCHMARKS = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
+
+
+def load_or_measure(machine: Machine) -> MachineProfile:
+    """The stored profile; else a quick measurement, which is then stored."""
+    profile = load_profile(machine)
+    if profile is None:
+        profile = _measure_in_subprocess()
+        save_profile(profile)
+    return profile
+
+
+def _measure_in_subprocess() -> MachineProfile:
+    """Measure in a subprocess: benchmark arrays would count in the run's peak memory."""
+    command = [*_BENCHMARKS, "--threads", str(torch.get_num_threads())]
+    with piped_process(command, errors=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(b'{"probed"'):
+                return MachineProfile.model_validate(decode_json(line)["probed"])
+    from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
+
+    return measure_machine(quick=True)

@@ -15,23 +15,21 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 import xxhash
 from pydantic import TypeAdapter
 
 from yunlu.core.cgroup import Cgroup, read_cgroup
-from yunlu.core.files import write_atomically
-from yunlu.core.private_files import make_directory
+from yunlu.core.files import make_directory, write_atomically
 from yunlu.core.settings import read_settings
-from yunlu.hardware.fleet import Device, Machine, PrecisionSpeed
+from yunlu.hardware.fleet import Device, Machine, Precision, PrecisionSpeed
 from yunlu.planning.machine_profile import read_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Clock: TypeAlias = "Callable[[], float]"
 
 # Flags of processors that compute in the precision instead of converting back and forth.
@@ -96,44 +94,21 @@ def _accelerators() -> list[Device]:
     torch = _torch()
     if torch is None:
         return []
-    if torch.cuda.is_available():
-        return [_cuda(torch, index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        return [_mps(torch)]
-    return []
+    from yunlu.training.device import accelerator_kind, kind_of  # noqa: PLC0415 - imports torch
 
-
-def _cuda(torch: Any, index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    free_bytes, _ = torch.cuda.mem_get_info(index)
-    # Tensor cores: fp16 from Volta (7.0) on, tf32 and bf16 from Ampere (8.0), fp8 from Ada (8.9);
-    # AMD's have bf16 and fp16, and fp8 from MI300 on.
-    is_amd = torch.version.hip is not None
-    version = (properties.major, properties.minor)
-    fast: list[Precision] = ["fp32"]
-    if not is_amd and version >= (8, 0):
-        fast.append("tf32")
-    if is_amd or version >= (8, 0):
-        fast.append("bf16")
-    if is_amd or version >= (7, 0):
-        fast.append("fp16")
-    if properties.gcnArchName.startswith(("gfx94", "gfx95")) if is_amd else version >= (8, 9):
-        fast.append("fp8")
-    return Device(
-        kind="cuda", name=properties.name, memory_bytes=free_bytes, fast_precisions=tuple(fast)
+    name = accelerator_kind()
+    if name is None:
+        return []
+    kind, count = kind_of(name), max(torch.accelerator.device_count(), 1)
+    # Asking a device opens a context there: only the one that this process uses is asked.
+    own = torch.accelerator.current_device_index() if kind.has_groups else 0
+    device = Device(
+        kind=name,
+        name=kind.describe(own),
+        memory_bytes=kind.memory_bytes(own),
+        fast_precisions=tuple(kind.fast_precisions(own)),
     )
-
-
-def _mps(torch: Any) -> Device:
-    fast: list[Precision] = ["fp32", "fp16"]
-    if torch.backends.mps.is_macos_or_newer(14, 0):
-        fast.insert(1, "bf16")
-    return Device(
-        kind="mps",
-        name=platform.processor() or "Apple",
-        memory_bytes=torch.mps.recommended_max_memory(),
-        fast_precisions=tuple(fast),
-    )
+    return [device] * count
 
 
 _SPEEDS = TypeAdapter(tuple[PrecisionSpeed, ...])
@@ -239,6 +214,7 @@ def _benchmark_size(kind: str, clock: Clock) -> int:
 def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
     import torch  # noqa: PLC0415
 
+    from yunlu.training.device import synchronize  # noqa: PLC0415
     from yunlu.training.precision.autocast import tf32_products  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(0)
@@ -252,10 +228,7 @@ def _products(kind: str, size: int, precision: Precision) -> Callable[[], None]:
             _ = inputs @ weights.T  # forward
             _ = gradient @ weights  # gradient of the inputs
             _ = gradient.T @ inputs  # gradient of the weights
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        elif kind == "mps":
-            torch.mps.synchronize()
+        synchronize(torch.device(kind))
 
     return once
 

@@ -24,12 +24,12 @@ from yunlu.planning.planner import (
     memory_room_bytes,
 )
 from yunlu.planning.splitting import optimizer_state_bytes
-from yunlu.training.autotune.memory_fit import fit_memory
 from yunlu.training.autotune.timer import ModelTimer
-from yunlu.training.autotune.tune import start_settings, tune
-from yunlu.training.checkpoint.state import copy_random, restore_random
+from yunlu.training.autotune.tune import fit_memory, start_settings, tune
+from yunlu.training.determinism import copy_random, restore_random
+from yunlu.training.device import synchronize
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
-from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -38,12 +38,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from yunlu.hardware.fleet import Machine
+    from yunlu.planning.layouts import SplitConstraints
     from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import OperatorWork
-    from yunlu.planning.split_constraints import SplitConstraints
     from yunlu.spec.job import Job
-    from yunlu.training.tasks.task import Batch, Task
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import Batch, Task, TrainingInputs
 
 _TIMED_S = 0.3
 _TIMED_PASSES = 5
@@ -141,7 +140,7 @@ def _find_split_constraints(
     """How the model can be split; not needed for one worker, and takes seconds."""
     if count_devices(job, gpus=machine.gpus) == 1:
         return None
-    from yunlu.training.parallel.split_constraints import find_split_constraints  # noqa: PLC0415 - slow to import
+    from yunlu.training.parallel.parallelize import find_split_constraints  # noqa: PLC0415 - slow to import
 
     trainable = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return find_split_constraints(
@@ -191,8 +190,7 @@ def _time(once: Callable[[], Any], device: torch.device) -> float:
     for _ in range(1 + _TIMED_PASSES):
         started_at = perf_counter()
         once()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         spans.append(perf_counter() - started_at)
         if sum(spans) > _TIMED_S:
             break

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError, missing_part
-from yunlu.core.json_decode import decode_json
-from yunlu.training.checkpoint.state import copy_weights
+from yunlu.core.limits import decode_json
+from yunlu.training.device import is_accelerator, kind_of
+from yunlu.training.tensor_slices import copy_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -117,13 +118,10 @@ def fp8_problem(device: torch.device) -> str | None:
             'fp8 needs the package torchao, which is not installed: pip install "yunlu[quantize]"'
         )
     needed = "fp8 needs an NVIDIA GPU of compute capability 8.9 or newer, or an AMD MI300"
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return f"{needed}; this device is {device.type}."
-    if torch.version.hip is not None:
-        name = torch.cuda.get_device_properties(device).gcnArchName
-        return None if name.startswith(("gfx94", "gfx95")) else f"{needed}; this one is {name}."
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if (major, minor) >= (8, 9) else f"{needed}; this one has {major}.{minor}."
+    problem = kind_of(device.type).fp8_problem(device.index or 0)
+    return None if problem is None else f"{needed}; {problem}."
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device, *, emulate: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from yunlu.planning.layout import Layout, RankCoordinates
+from yunlu.planning.layouts import Layout, RankCoordinates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -300,3 +300,28 @@ def check_fit(targets: Iterable[TensorShard], specs: Mapping[str, TensorSpec]) -
 
 def _with(values: list[int], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
+
+
+def copy_weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Copies of all weights on the CPU; tied weights appear once, with aliases for other names."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[Any, str] = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"The model keeps {name} ({type(value).__name__}) in its state, which is not a tensor.",
+                hint="Keep such values as buffers, or outside the state dict.",
+            )
+        key = (value.data_ptr(), value.storage_offset(), tuple(value.shape))
+        if value.numel() and key in names:
+            aliases[name] = names[key]
+            continue
+        names[key] = name
+        tensors[name] = _copy(value)
+    return tensors, aliases
+
+
+def _copy(value: Tensor) -> Tensor:
+    # A clone, even on the CPU: training goes on while the copy is written.
+    return value.detach().to("cpu", copy=True).contiguous()

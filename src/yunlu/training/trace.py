@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from yunlu.core.private_files import make_directory, restrict_tree
+from yunlu.core.files import make_directory, restrict_tree
 from yunlu.runs.events import TraceWritten
 from yunlu.runs.run_store import Area, require_local
+from yunlu.training.device import accelerator_kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -136,9 +136,8 @@ class StepTrace:
     def _start_if_due(self) -> None:
         if self._profiler is not None or self._steps_done != self._first_step - 2:
             return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
+        kind = accelerator_kind()
+        activities = [ProfilerActivity.CPU, *(kind_of(kind).profiler_activities if kind else ())]
         self._profiler = profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=self._steps, repeat=1),

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yunlu.core.launch import detect_launch
-from yunlu.core.private_process import make_process_private
 from yunlu.core.processes import die_with_parent
-from yunlu.core.secrets import mask, mask_value
+from yunlu.core.secrets import make_process_private, mask, mask_value
 from yunlu.core.settings import launch_variables
-from yunlu.runs.documents import read_job
 from yunlu.runs.events import ErrorRaised
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import read_job
 from yunlu.runs.states import RunState
 from yunlu.training.attempt import (
     RunBusyError,

@@ -18,8 +18,8 @@ from yunlu.tuning.values import TrialState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from yunlu.tuning.facts import StudyView
     from yunlu.tuning.values import Dimension, ParamValue, Trial
-    from yunlu.tuning.view import StudyView
 
 FEWEST = 8
 """With fewer trials importances are not significant."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import JobError
-from yunlu.spec.layout import LayoutSpec
+from yunlu.spec.job import LayoutSpec
 from yunlu.spec.task_traits import traits_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The trials of a study in Optuna's storage, readable with Optuna's own tools.
+"""The trials of a study in Optuna's storage, readable with Optuna's own tools; and those of earlier studies.
 
 Fields that Optuna has are stored there (parameters with their distributions, values by rung with the
 metric's own sign, states); the rest in user attributes. One process writes; its memory is authoritative.
@@ -11,31 +11,35 @@ import threading
 import time
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError, missing_part
-from yunlu.core.private_files import create_private, make_directory
-from yunlu.core.regular_files import check_regular
-from yunlu.tuning.distributions import make_distributions
+from yunlu.core.files import check_regular, create_private, make_directory
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
 from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
 from yunlu.tuning.values import Point, Trial, TrialState
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from optuna.study._frozen import FrozenStudy
+
+    from yunlu.tuning.study_dir import StudyRequest
+    from yunlu.tuning.values import Dimension, Params, ParamValue
+
 try:
     import optuna
+    from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
     from optuna.trial import FrozenTrial
     from optuna.trial import TrialState as OptunaState
     from sqlalchemy import event
     from sqlalchemy.exc import DatabaseError
+
+    from yunlu.tuning.methods.optuna_samplers import distribution_of
 except ImportError as error:
     raise missing_part("optuna", "tune", "A study") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from yunlu.tuning.study_dir import StudyRequest
-    from yunlu.tuning.values import Params
 
 _BUSY_S = 30
 _STATES = {
@@ -410,3 +414,122 @@ def turn_values(values: Sequence[float], directions: Sequence[str]) -> tuple[flo
         (-value if direction == "maximize" else value) + 0.0
         for value, direction in zip(values, directions, strict=False)
     )
+
+
+def read_view(name: str) -> StudyView:
+    """Read a study from its directory; ``last`` is the newest."""
+    return open_study(name).view()
+
+
+def make_distributions(
+    params: Params, dimensions: Sequence[Dimension]
+) -> tuple[dict[str, BaseDistribution], bool]:
+    """Optuna's distribution of each parameter, and whether its values come back unchanged."""
+    known = {dimension.name: dimension for dimension in dimensions}
+    result: dict[str, BaseDistribution] = {}
+    is_exact = True
+    for name, value in params.items():
+        distribution = _distribution(known[name], value) if name in known else None
+        if distribution is None:
+            is_exact = False
+            continue
+        result[name] = distribution
+        back = distribution.to_external_repr(distribution.to_internal_repr(value))
+        is_exact = is_exact and back == value and type(back) is type(value)
+    return result, is_exact
+
+
+def _distribution(dimension: Dimension, value: ParamValue) -> BaseDistribution | None:
+    """None for a value that Optuna's dimension of this kind cannot hold."""
+    if dimension.choices:
+        return distribution_of(dimension) if value in dimension.choices else None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    if (dimension.is_int and value != int(value)) or (dimension.log and value <= 0):
+        return None
+    usual = distribution_of(dimension)
+    if usual._contains(value):  # pyright: ignore[reportPrivateUsage] - as its own trials ask
+        return usual
+    # A value beyond the bounds or between the steps (a perturbed copy) widens them.
+    low, high = min(dimension.low, value), max(dimension.high, value)
+    if dimension.is_int:
+        return IntDistribution(int(low), int(high), dimension.log)
+    return FloatDistribution(low, high, dimension.log)
+
+
+def read_past(request: StudyRequest, sources: Sequence[str]) -> list[Trial]:
+    """Trials of these studies with a value, renumbered."""
+    matching_trials = [
+        trial
+        for source in sources
+        for trial in (_foreign(request, source) if "://" in source else _own(request, source))
+    ]
+    return [
+        Trial(number=number, params=trial.params, state=trial.state, points=trial.points)
+        for number, trial in enumerate(matching_trials)
+    ]
+
+
+def _own(request: StudyRequest, name: str) -> Iterator[Trial]:
+    try:
+        earlier = open_study(name)
+    except StudyError as error:
+        raise StudyError(f"search.warm_start: {error.message}", hint=error.hint) from None
+    if (
+        earlier.request.metrics != request.metrics
+        or earlier.request.directions != request.directions
+    ):
+        raise StudyError(
+            f"the study {name} sought {', '.join(earlier.request.metrics)}, not "
+            f"{', '.join(request.metrics)}: nothing can be learned from it",
+            hint="remove it from search.warm_start",
+        )
+    for trial in earlier.trials():
+        if trial.points and trial.state.is_over:
+            yield trial
+        elif trial.points:  # equivalent to a pruned one there
+            yield replace(trial, state=TrialState.PRUNED)
+
+
+def _foreign(request: StudyRequest, url: str) -> Iterator[Trial]:
+    """Of each study with as many objectives; a value without a curve is that of a full training."""
+    kind, _, path = url.partition(":///")
+    if kind == "sqlite" and not Path(path.partition("?")[0]).is_file():
+        raise StudyError(f"search.warm_start: there is no file {path}")  # Optuna would create one
+    try:
+        storage = optuna.storages.get_storage(url)
+        studies = storage.get_all_studies()
+    except Exception as error:
+        raise StudyError(
+            f"search.warm_start: {url} cannot be read as an Optuna storage: {error}"
+        ) from error
+    wanted = [*request.directions]
+    alike = [study for study in studies if _directions_of(study) == wanted]
+    if not alike:
+        raise StudyError(
+            f"search.warm_start: {url} has no study that would {' and '.join(wanted)}",
+            hint="nothing can be learned from it: leave it out",
+        )
+    for study in alike:
+        study_id = storage.get_study_id_from_name(study.study_name)
+        for trial in storage.get_all_trials(study_id, deepcopy=False):
+            if trial.state not in {OptunaState.COMPLETE, OptunaState.PRUNED} or not trial.values:
+                continue
+            steps = sorted(trial.intermediate_values.items())
+            from_0 = int(bool(steps) and steps[0][0] == 0)  # epochs are often counted from 0
+            points = [
+                Point(step + from_0, turn_values((value,), wanted), 0.0) for step, value in steps
+            ]
+            if len(wanted) > 1 or not points:
+                points = [Point(max(request.rungs, 1), turn_values(trial.values, wanted), 0.0)]
+            is_done = trial.state is OptunaState.COMPLETE
+            yield Trial(
+                number=trial.number,
+                params=dict(trial.params),
+                state=TrialState.DONE if is_done else TrialState.PRUNED,
+                points=tuple(points),
+            )
+
+
+def _directions_of(study: FrozenStudy) -> list[str]:
+    return [direction.name.lower() for direction in study.directions]

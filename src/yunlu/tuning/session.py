@@ -10,7 +10,6 @@ from yunlu.core.value import Value
 from yunlu.tuning.facts import StudyView
 from yunlu.tuning.study_dir import StudyError, find_study, list_studies, studies_home
 from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import read_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,10 +70,12 @@ class StoppedStudy(Value):
 
 def list_views() -> StudyList:
     """All studies, newest first."""
+    from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
+
     views, damaged = list[StudyView](), list[str]()
     for name in list_studies():
         try:
-            views.append(read_view(name))
+            views.append(open_study(name).view())
         except (StudyError, StoreError) as error:
             damaged.append(error.message)
     return StudyList(home=str(studies_home()), studies=tuple(views), damaged=tuple(damaged))
@@ -155,7 +156,9 @@ def stop_study(name: str) -> StoppedStudy:
     """Ask whoever runs a study to stop, and wait; its trials save and can continue later."""
     directory = find_study(name)
     if not directory.is_running():
-        trials = read_view(directory.name).trials
+        from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
+
+        trials = open_study(directory.name).view().trials
         active = [facts.run for facts in trials if facts.state is TrialState.RUNNING and facts.run]
         return StoppedStudy(name=directory.name, was_running=False, active_runs=tuple(active))
     directory.request_stop()

@@ -8,7 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.settings import read_settings
-from yunlu.spec.goal import read_span_s
+from yunlu.spec.fields import read_span_s
 from yunlu.spec.search import SearchSpec, direction_of
 from yunlu.tuning.records import Records, create_records
 from yunlu.tuning.rungs import measure_training
@@ -154,7 +154,7 @@ def make_method_of(request: StudyRequest) -> Method:
     assert search is not None
     past: list[Trial] = []
     if search.warm_start:
-        from yunlu.tuning.warm_start import read_past  # noqa: PLC0415 - as above
+        from yunlu.tuning.records import read_past  # noqa: PLC0415 - as above
 
         past = read_past(request, search.warm_start)
     return make_method(

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 from pydantic import ValidationError
 
 from yunlu.core.errors import JobError
-from yunlu.spec.overrides import field_value, lay_fields
+from yunlu.spec.load import field_value, find_faults, lay_fields, parents_first, wanted_values
 from yunlu.spec.schema import explain
 from yunlu.spec.search import UnclearConstraintError, decode_value, encode_value, read_constraint
-from yunlu.spec.search_checks import find_faults, parents_first, wanted_values
 from yunlu.spec.source import InvalidJobError, Problem, show_path
 from yunlu.tuning.values import Dimension
 

@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError, YunluError, did_you_mean
-from yunlu.core.files import write_atomically
-from yunlu.core.json_decode import decode_json
-from yunlu.core.private_files import open_descriptor
-from yunlu.core.regular_files import read_regular
-from yunlu.core.users import name_if_foreign
+from yunlu.core.files import name_if_foreign, open_descriptor, read_regular, write_atomically
+from yunlu.core.limits import decode_json
 from yunlu.core.value import Value
 from yunlu.planning.plan import Plan
 from yunlu.runs.home import private_home

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from yunlu.cli.join import join
+from yunlu.cli.runs import join
 from yunlu.core.errors import StoreError
-from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.control_channel import ControlServer
 
 
 @pytest.mark.parametrize(

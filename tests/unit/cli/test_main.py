@@ -26,14 +26,14 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]
     """Put an act of the test's own behind the verb ``doctor``."""
 
     def play(act: Callable[[], Any]) -> None:
-        module = ModuleType("yunlu.cli.doctor")
+        module = ModuleType("yunlu.cli.machine")
 
         def doctor() -> Any:
             """Stand in."""
             return act()
 
         module.doctor = doctor  # pyright: ignore[reportAttributeAccessIssue] (a module made here)
-        monkeypatch.setitem(sys.modules, "yunlu.cli.doctor", module)
+        monkeypatch.setitem(sys.modules, "yunlu.cli.machine", module)
 
     return play
 
@@ -125,9 +125,9 @@ def test_ctrl_c_ends_with_the_code_shells_expect(play, capsys):
 
 def test_a_reader_that_leaves_is_no_error():
     script = (
-        "import sys, types; m = types.ModuleType('yunlu.cli.doctor');"
+        "import sys, types; m = types.ModuleType('yunlu.cli.machine');"
         "m.doctor = lambda: print('x' * 1_000_000) or sys.stdout.flush();"
-        "sys.modules['yunlu.cli.doctor'] = m;"
+        "sys.modules['yunlu.cli.machine'] = m;"
         "from yunlu.cli.main import main; sys.exit(main(['doctor']))"
     )
     process = subprocess.Popen(

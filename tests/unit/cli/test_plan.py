@@ -16,7 +16,7 @@ from rich.console import Console
 
 import yunlu
 from yunlu.cli.main import main
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.planning.plan import Interval
 from yunlu.planning.search.options import PlanOptions
 from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table

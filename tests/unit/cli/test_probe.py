@@ -17,8 +17,7 @@ import pytest
 from tests.unit.planning.test_machine_profile import pace, probe
 from tests.waiting import LIMIT_S
 from yunlu.cli.main import main
-from yunlu.jobs import calibration as known
-from yunlu.jobs import machine_probe
+from yunlu.jobs import calibration
 from yunlu.planning.calibration import Calibration
 from yunlu.planning.machine_profile import (
     FOLDER,
@@ -62,7 +61,7 @@ def forbid_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("measured, though there are figures")
 
-    monkeypatch.setattr(machine_probe, "measure", refuse)
+    monkeypatch.setattr(calibration, "measure", refuse)
 
 
 def test_nothing_stored_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +100,8 @@ def test_what_is_stored_is_shown_where_nothing_can_be_written(
         raise PermissionError(13, "Permission denied")
 
     store(own_cache)
-    monkeypatch.setattr(known, "learn_from", lambda _: known._write(Calibration()))
-    monkeypatch.setattr(known, "write_atomically", refuse)
+    monkeypatch.setattr(calibration, "learn_from", lambda _: calibration._write(Calibration()))
+    monkeypatch.setattr(calibration, "write_atomically", refuse)
     assert main(["probe", "--show"]) == 0
     assert "matrix products" in capsys.readouterr().out
 
@@ -131,7 +130,7 @@ def test_it_measures_when_asked_to_or_when_the_figures_are_not_of_this_torch_and
         "torch": {"torch": "0.1"},
     }
     store(own_cache, **changes.get(why, {}))
-    monkeypatch.setattr(machine_probe, "measure", lambda _: probe(device="measured anew"))
+    monkeypatch.setattr(calibration, "measure", lambda _: probe(device="measured anew"))
     assert main(["probe", *(["--afresh"] if why == "afresh" else [])]) == 0
     assert "measured anew" in capsys.readouterr().out
 
@@ -140,7 +139,7 @@ def test_a_measurement_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = "import sys; sys.exit('no memory left to measure')"
-    monkeypatch.setattr(machine_probe, "_PROGRAM", (sys.executable, "-c", script))
+    monkeypatch.setattr(calibration, "_PROGRAM", (sys.executable, "-c", script))
     assert main(["probe"]) == 1
     said = capsys.readouterr().err
     assert "no memory left to measure" in said
@@ -155,15 +154,15 @@ def test_the_measuring_processs_lines_become_a_bar_and_then_figures(
     said = tmp_path / "said.jsonl"
     said.write_text("a warning of some library\n" + "".join(json.dumps(e) + "\n" for e in lines))
     script = f"print(open({str(said)!r}).read())"
-    monkeypatch.setattr(machine_probe, "_PROGRAM", (sys.executable, "-c", script))
+    monkeypatch.setattr(calibration, "_PROGRAM", (sys.executable, "-c", script))
     assert main(["probe"]) == 0
     assert "told (4 cores)" in capsys.readouterr().out
 
 
 _BY_COMMAND = """
-import sys; from yunlu.jobs import machine_probe
-machine_probe._PROGRAM = (sys.executable, "-c", {inner!r})
-for message in machine_probe._read_messages():
+import sys; from yunlu.jobs import calibration
+calibration._PROGRAM = (sys.executable, "-c", {inner!r})
+for message in calibration._read_messages():
     print(message["pid"], flush=True)
 """
 _BY_PROBE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from yunlu.core.addresses import bind_address, is_loopback, routed_address
 from yunlu.core.errors import YunluError
+from yunlu.core.secure_link import bind_address, is_loopback, routed_address
 
 
 def test_a_run_listens_on_its_own_machine_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

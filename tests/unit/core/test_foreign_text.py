@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.security.hostile import PAYLOADS, SURROGATE, control_sequences
-from yunlu.core.foreign_text import clean_for_page, clean_for_terminal, escape_for_json
+from yunlu.core.secrets import clean_for_page, clean_for_terminal, escape_for_json
 
 EVERY = PAYLOADS | {"lone surrogate": SURROGATE}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.hostile import hostile_bytes
 from yunlu.core.errors import ModelError, StoreError
 from yunlu.core.files import read_lines
-from yunlu.core.json_decode import JsonError, decode_json, read_json
+from yunlu.core.limits import JsonError, decode_json, read_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from yunlu.core.decompress import check_archive, read_bounded
 from yunlu.core.errors import DataError, ModelError, YunluError
 from yunlu.core.limits import (
     FileLimits,
+    check_archive,
     check_memory,
     check_sample_rate,
     check_unpacked,
     over_limit,
     parse_limits,
+    read_bounded,
+    read_limits,
     usable_memory,
 )
-from yunlu.core.settings import read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import append_lines, write_atomically
-from yunlu.core.private_files import (
+from yunlu.core.files import (
+    append_lines,
     check_home,
     create_private,
     make_directory,
     open_lock,
     open_private,
     restrict_tree,
+    write_atomically,
 )
 
 

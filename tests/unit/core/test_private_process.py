@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TextIO
 
-from yunlu.core.private_process import MaskedStream
+from yunlu.core.secrets import MaskedStream
 
 SECRET = "ghp_" + "c4n4ry" * 5
 
@@ -49,7 +49,7 @@ def test_a_very_long_line_is_not_kept_in_memory() -> None:
 def test_a_program_masks_its_tracebacks_warnings_and_logs_and_writes_private_files() -> None:
     program = (
         "import logging, os, pathlib, sys, warnings\n"
-        "from yunlu.core.private_process import make_process_private\n"
+        "from yunlu.core.secrets import make_process_private\n"
         "make_process_private(); make_process_private()\n"
         f"warnings.warn('{SECRET}'); logging.error('{SECRET}'); print('{SECRET}', end=' ')\n"
         "sys.stdout.fileno()\n"

@@ -19,6 +19,7 @@ from yunlu.core.secure_link import (
     SecureLink,
     connect_link,
     derive_secret,
+    drop_sent,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,31 @@ def test_non_blocking_ends_exchange_pieces_of_memory(pair: Pair, mode: str) -> N
             continue
         received += (head + body)[:count]
     assert received == whole
+    assert not server.pending
+
+
+@pytest.mark.parametrize("cut", [1, 7, 4099])
+def test_records_may_arrive_in_any_pieces(pair: Pair, mode: str, cut: int) -> None:
+    def dribble(one: socket.socket, other: socket.socket) -> None:
+        ways = [Thread(target=pass_on, args=way) for way in ((one, other), (other, one))]
+        for way in ways:
+            way.start()
+        for way in ways:
+            way.join()
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(cut):
+                target.sendall(data)
+
+    client, server = pair(dribble)
+    shake_hands(client, server)
+    pieces = [b"head", b"x" * 20_000, b"", b"a", b"b" * 300, b"tail"]
+    whole = b"".join(pieces)
+    rest = [memoryview(piece) for piece in pieces]
+    while rest:
+        drop_sent(rest, client.sendmsg(rest))
+    assert receive(server, len(whole)) == whole
     assert not server.pending
 
 

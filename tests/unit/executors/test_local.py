@@ -16,6 +16,7 @@ from yunlu.executors.executor import ExecutorError
 from yunlu.executors.lease_executor import known_record
 from yunlu.executors.local import LocalExecutor
 from yunlu.executors.registry import open_executor, read_address
+from yunlu.hardware.accelerators import VisibleDevices
 from yunlu.hardware.fleet import Placement
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import RunStore
@@ -86,7 +87,7 @@ def test_an_address_is_read() -> None:
 def test_two_runs_on_one_machine_get_different_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "count_gpus", lambda: 3)
+    monkeypatch.setattr(module, "visible_devices", lambda: VisibleDevices("cuda", ("0", "2", "5")))
     idle = (sys.executable, "-c", "import time; time.sleep(600)")
 
     def program(store: RunStore, devices: int) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ def test_two_runs_on_one_machine_get_different_gpus(
         (worker,) = (module.recorded_worker(run) for run in runs[:1])
         assert worker is not None
         environment = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=0,1" in environment
+        assert b"CUDA_VISIBLE_DEVICES=0,2" in environment
         (tmp_path / "three").mkdir()
         with pytest.raises(ExecutorError, match="0 are free"):
             executor.start(open_run(tmp_path / "three"), Placement((("here", 1),)))

@@ -15,6 +15,7 @@ import pytest
 from tests.waiting import wait_until
 from yunlu.executors import local, memory_limits
 from yunlu.executors.local import LocalExecutor
+from yunlu.hardware.accelerators import VisibleDevices
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs.run import MEMORY, detect_lost, error_of, new_record
 from yunlu.runs.events import StateChanged
@@ -167,7 +168,7 @@ def test_run_one_of_whose_workers_outgrew_it_ends_whole_as_failed_beside_one_tha
         return (sys.executable, "-c", programs[store.id])
 
     monkeypatch.setattr(local, "lead_program", program)
-    monkeypatch.setattr(local, "count_gpus", lambda: 0)
+    monkeypatch.setattr(local, "visible_devices", VisibleDevices)
     monkeypatch.setattr(memory_limits, "choose_bytes", lambda **_: MOST)
     executor = LocalExecutor("local://?node=here&devices=2")
     runs = {name: open_run(tmp_path / name) for name in programs}

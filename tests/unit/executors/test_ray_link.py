@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from yunlu.core.settings import ray_authentication
-from yunlu.executors import ray_link
+from yunlu.executors import ray_executor
 from yunlu.executors.executor import ExecutorError
 from yunlu.executors.ray_bridge import find_refusal
-from yunlu.executors.ray_link import RayLink
+from yunlu.executors.ray_executor import RayLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ def address() -> Iterator[str]:
 
 def _answering(monkeypatch: pytest.MonkeyPatch, **answer: object) -> None:
     program = f"print({json.dumps(answer)!r})"
-    monkeypatch.setattr(ray_link, "_BRIDGE", (sys.executable, "-c", program))
-    monkeypatch.setattr(ray_link, "find_spec", lambda _: object())
+    monkeypatch.setattr(ray_executor, "_BRIDGE", (sys.executable, "-c", program))
+    monkeypatch.setattr(ray_executor, "find_spec", lambda _: object())
 
 
 def test_a_cluster_that_wants_a_token_says_how_to_give_it(

@@ -14,9 +14,13 @@ import pytest
 
 from yunlu.core.errors import StoreError
 from yunlu.core.processes import start_time
-from yunlu.executors.worker_group import kill_workers, running_workers
-from yunlu.executors.worker_process import WorkerProcess, record_worker
-from yunlu.jobs.resize import resize
+from yunlu.executors.worker_process import (
+    WorkerProcess,
+    kill_workers,
+    record_worker,
+    running_workers,
+)
+from yunlu.jobs.lifecycle import resize
 from yunlu.jobs.run import detect_lost, new_record, worker_of
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run

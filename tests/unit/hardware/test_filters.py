@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog
-from yunlu.hardware.offer import Offer, read_offers, write_offers
+from yunlu.hardware.catalog import (
+    Catalog,
+    CatalogError,
+    Offer,
+    load_catalog,
+    read_offers,
+    write_offers,
+)
 
 OFFERS = (
     Offer("aws", "big", "H100", 8, regions=("us-east-1", "us-west-2"), dollars_per_hour=40.0),

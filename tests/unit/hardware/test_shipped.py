@@ -10,8 +10,15 @@ from importlib.resources import files
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog, plain
-from yunlu.hardware.device import KINDS, PRECISIONS, DeviceModel
+from yunlu.hardware.catalog import (
+    KINDS,
+    PRECISIONS,
+    Catalog,
+    CatalogError,
+    DeviceModel,
+    load_catalog,
+    plain,
+)
 
 ASKED = [
     "V100",

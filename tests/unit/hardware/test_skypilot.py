@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.hardware.catalog import Catalog, CatalogError, load_catalog
-from yunlu.hardware.device import split_slice
-from yunlu.hardware.offer import Offer, read_offers, write_offers
+from yunlu.hardware.catalog import (
+    Catalog,
+    CatalogError,
+    Offer,
+    load_catalog,
+    read_offers,
+    split_slice,
+    write_offers,
+)
 from yunlu.hardware.skypilot import Imported, check_columns, read_skypilot
 
 CATALOG = Catalog(devices=load_catalog().devices, every_offer=())

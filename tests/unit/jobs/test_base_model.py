@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from yunlu.client.finetuning import finetuning_job
 from yunlu.core.errors import JobError, ModelError, StoreError, YunluError
-from yunlu.jobs.base_model import find_base_model
+from yunlu.jobs.job_input import find_base_model, finetuning_job
 from yunlu.runs.events import StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, RunStore

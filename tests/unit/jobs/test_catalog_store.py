@@ -16,7 +16,7 @@ from yunlu.jobs import catalog_store
 ADDITIONS = """
 devices:
   - name: MyChip
-    kind: ascend
+    kind: npu
     memory_gib: 96
     memory_gb_per_s: 3000
     peak_tflops: {bf16: 500, fp32: 62.5}

@@ -10,7 +10,7 @@ import pytest
 
 from yunlu.core.errors import DataError, ModelError, TrainingError
 from yunlu.jobs.model_profile import JobShape, find_shape
-from yunlu.planning.models.arithmetic import parameters, trainable
+from yunlu.planning.models.shape import parameters, trainable
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from yunlu.planning.calibration import Calibration, RunMeasurement
 from yunlu.planning.machine_profile import FOLDER, KernelTiming, MachineProfile, dump_profiles
 from yunlu.planning.plan import Interval, Plan
 from yunlu.planning.search.options import PlanError
-from yunlu.planning.search.spot import START_HERE_S
-from yunlu.render.drawing.plots import write_plan_plot
-from yunlu.render.figures.run import find_front
+from yunlu.planning.search.priced_plan import START_HERE_S
+from yunlu.render.plots import write_plan_plot
+from yunlu.render.run_figures import find_front
 from yunlu.runs.events import AttemptStarted
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log

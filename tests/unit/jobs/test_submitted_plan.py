@@ -13,7 +13,7 @@ from yunlu.jobs.lifecycle import submit
 from yunlu.jobs.plan_options import plan_options
 from yunlu.jobs.submitted_plan import load_plan, pin_job, plan_here, resolve_plan
 from yunlu.planning.planner import DEFAULT_BATCH
-from yunlu.runs.documents import read_job, read_plan, read_submitted_plan
+from yunlu.runs.run_store import read_job, read_plan, read_submitted_plan
 
 __all__ = ["probed"]
 

@@ -19,9 +19,9 @@ from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
 from yunlu.jobs.run_log import RunLog
 from yunlu.jobs.worker_groups import newest_worker_group, read_samples, read_worker_groups
-from yunlu.planning.layout import Layout, parse_layout
-from yunlu.render.figures.run import layout_figure
+from yunlu.planning.layouts import Layout, parse_layout
 from yunlu.render.format import show_finding
+from yunlu.render.run_figures import layout_figure
 from yunlu.render.run_report import render_page, write_report
 from yunlu.render.terminal.report_summary import print_summary
 from yunlu.runs.events import (

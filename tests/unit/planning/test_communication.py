@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.even_links import make_even
-from yunlu.planning.communication.measurements import CodecCost, SharedWork, WireFigures
-from yunlu.planning.communication.rounds import SCHEDULES
 from yunlu.planning.communication.step_forecast import MethodSetting, forecast, split_buckets
-from yunlu.planning.communication.timing import Clock, elapse
+from yunlu.planning.communication.timing import (
+    SCHEDULES,
+    Clock,
+    CodecCost,
+    SharedWork,
+    WireFigures,
+    elapse,
+)
 
 HUNDRED_MBIT = 12.5e6
 CODECS = (

@@ -9,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.measurements import CodecCost, WireFigures
 from yunlu.planning.communication.method_choice import (
     CommunicationError,
+    LinkMonitor,
     MethodDecision,
     MethodQuery,
     Pinned,
     choose,
+    find_faster_method,
+    should_switch,
 )
 from yunlu.planning.communication.methods import METHODS, PACKINGS, keeps
-from yunlu.planning.communication.switching import LinkMonitor, find_faster_method, should_switch
+from yunlu.planning.communication.timing import CodecCost, WireFigures
 from yunlu.planning.machine_profile import MessageTime
 from yunlu.spec.communication import GUARANTEES, Guarantee
 

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_communication import even, language_model, with_slow_host
-from yunlu.planning.communication.measurements import WireFigures
-from yunlu.planning.communication.method_choice import MethodQuery, choose
-from yunlu.planning.communication.straggler_exclusion import (
+from yunlu.planning.communication.method_choice import (
+    MethodQuery,
     StragglerExclusion,
+    choose,
     find_stragglers_to_exclude,
 )
+from yunlu.planning.communication.timing import WireFigures
 
 
 def ask(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.communication.worker_speeds import WorkerSpeed, is_doubtful, steps_of
+from yunlu.planning.communication.timing import WorkerSpeed, is_doubtful, steps_of
 
 SPANS = st.floats(1e-4, 10.0)
 

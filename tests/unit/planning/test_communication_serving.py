@@ -12,16 +12,14 @@ from tests.unit.planning.test_communication import (
     language_model,
     with_slow_host,
 )
-from yunlu.planning.communication.measurements import WireFigures
-from yunlu.planning.communication.method_choice import MethodQuery, Pinned, choose
+from yunlu.planning.communication.method_choice import MethodQuery, Pinned, choose, should_switch
 from yunlu.planning.communication.step_forecast import (
     ASYNCHRONOUS_S,
     MethodSetting,
     StepForecast,
     forecast,
 )
-from yunlu.planning.communication.switching import should_switch
-from yunlu.planning.communication.timing import Clock
+from yunlu.planning.communication.timing import Clock, WireFigures
 
 FAST = 1e9
 SERVED = MethodSetting(method="asynchronous")

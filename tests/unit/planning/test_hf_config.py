@@ -10,11 +10,9 @@ import torch
 import transformers
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import adapter_parameters, parameters, stages, tensor_ways
-from yunlu.planning.models.hf_config import can_describe, shape_from_config
-from yunlu.planning.models.hf_families import FAMILIES
-from yunlu.planning.models.own_models import own_transformer
-from yunlu.planning.models.shape import Adapter
+from yunlu.planning.models.hf_config import FAMILIES, can_describe, shape_from_config
+from yunlu.planning.models.known_models import own_transformer
+from yunlu.planning.models.shape import Adapter, adapter_parameters, parameters, stages, tensor_ways
 from yunlu.training.models.transformer import (
     CausalTransformer,
     Seq2SeqTransformer,

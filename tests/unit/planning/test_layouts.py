@@ -10,22 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError, ModelError, YunluError
-from yunlu.planning.layout import Layout, parse_layout
 from yunlu.planning.layouts import (
+    Layout,
     SplitConstraints,
     check_layout,
     choose_layout,
     count_devices,
     fits,
     layout_from,
+    moved_share,
+    parse_layout,
     refuse_conflicts,
     replan,
     replan_with_reason,
     restrict,
+    worker_bytes,
+    worker_share,
 )
-from yunlu.planning.split_constraints import moved_share, worker_bytes, worker_share
-from yunlu.spec.job import Job
-from yunlu.spec.layout import LayoutSpec, spell_layout
+from yunlu.spec.job import Job, LayoutSpec, spell_layout
 
 ROOMY = math.inf
 

@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.test_search import A100, T4, question, rules
-from yunlu.hardware.offer import HERE, Offer
+from yunlu.hardware.catalog import HERE, Offer
 from yunlu.planning.plan import Plan
-from yunlu.planning.search.hardware_configs import Price
-from yunlu.planning.search.layout_search import USABLE, predict_memory, search
-from yunlu.planning.search.limits import GoalLimits
-from yunlu.planning.search.option_changes import narrow
-from yunlu.planning.search.options import PlanError, PlanOptions
-from yunlu.planning.search.priced_plan import OptionQuery
+from yunlu.planning.search.layout_search import USABLE, Price, predict_memory, search
+from yunlu.planning.search.options import PlanError, PlanOptions, narrow
+from yunlu.planning.search.priced_plan import GoalLimits, OptionQuery, lost_share
 from yunlu.planning.search.ranking import choose_options, rank_candidates
-from yunlu.planning.search.spot import lost_share
 from yunlu.spec.job import Job
 
 OFFERS = (

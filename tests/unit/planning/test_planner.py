@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sample_events import sample_plan
 from yunlu.core.errors import DataError, JobError, ModelError
 from yunlu.hardware.fleet import Device, Machine
-from yunlu.planning.layout import Layout
-from yunlu.planning.plan import Plan, Profile
+from yunlu.planning.layouts import Layout, SplitConstraints
+from yunlu.planning.plan import Hardware, Plan, Profile
 from yunlu.planning.planner import (
     MEMORY_SHARE,
     choose_micro_batch,
@@ -15,7 +16,14 @@ from yunlu.planning.planner import (
     make_plan,
     memory_room_bytes,
 )
-from yunlu.planning.splitting import fit_plan, layouts_by_count, resplit
+from yunlu.planning.predict.local import STEP_PARTS
+from yunlu.planning.splitting import (
+    fewest_devices,
+    fit_plan,
+    layouts_by_count,
+    predict_by_count,
+    resplit,
+)
 from yunlu.spec.job import Job
 
 GIB = 1 << 30
@@ -333,3 +341,58 @@ def test_plans_of_old_are_still_read() -> None:
     for key in ("devices", "alone", "facts", "room_bytes", "process_bytes"):
         del old[key]
     assert Plan.model_validate(old).layout.is_single
+
+
+def planned(layout: Layout, *, devices_per_node: int = 8, **parts: float) -> Plan:
+    """A plan of 32 samples a step whose prediction has these parts."""
+    facts = SplitConstraints(
+        parameters=1000, trainable=1000, state_bytes=8e3, activation_bytes_per_sample=100
+    )
+    figures = dict.fromkeys(STEP_PARTS, 0.0) | parts
+    prediction = {
+        "memory_bytes": 1e6, "step_s": sum(figures.values()), "samples_per_s": 1.0,
+        "total_s": 1.0, "dollars": None, "step_parts": figures,
+    }  # fmt: skip
+    hardware = Hardware(devices_per_node=devices_per_node)
+    return sample_plan(
+        batch=32, micro_batch=4, accumulation=8 // layout.replicas, devices=layout.world,
+        layout=layout, facts=facts, room_bytes=1e6, hardware=hardware, prediction=prediction,
+    )  # fmt: skip
+
+
+def test_the_step_of_other_sizes_follows_work_and_bytes_of_the_prediction() -> None:
+    steps = predict_by_count(
+        planned(Layout(dp=4), compute=0.1, dp=0.03, optimizer=0.01, other=0.02)
+    )
+    assert sorted(steps) == [1, 2, 4]
+    assert steps[4].total_s == pytest.approx(0.16)
+    # Two send half of a message twice, four three quarters; each of two computes twice as much.
+    assert steps[2].parts == pytest.approx(
+        {"compute": 0.2, "dp": 0.02, "optimizer": 0.01, "other": 0.02}
+        | dict.fromkeys(("tp", "pp_bubble", "input"), 0.0)
+    )
+    assert (steps[1].compute_s, steps[1].dp_s) == (pytest.approx(0.4), 0.0)
+
+
+def test_exchanges_between_machines_say_nothing_of_one_machine() -> None:
+    plan = planned(Layout(dp=4), devices_per_node=2, compute=0.1, dp=0.03)
+    assert sorted(predict_by_count(plan)) == [1, 4]
+
+
+def test_a_plan_that_does_not_tell_its_parts_predicts_no_other_size() -> None:
+    plan = planned(Layout(dp=4), compute=0.1)
+    bare = plan.prediction.model_copy(update={"step_parts": {}})
+    assert predict_by_count(plan.model_copy(update={"prediction": bare})) == {}
+    assert fewest_devices(plan.model_copy(update={"facts": None})) == 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_other_sizes_of_a_plan_are_predicted_as_their_own_plans_would_be(devices: int) -> None:
+    card = Device(kind="cuda", name="x", memory_bytes=8 * GIB, fast_precisions=("fp32",))
+    here = machine(devices=(card,) * 4)
+    four, own = (
+        make_plan(job().model_copy(update={"devices": n}), here, profile()) for n in (4, devices)
+    )
+    step, expected = predict_by_count(four)[devices], own.prediction.step_parts
+    # A message more or less is not told apart from other overhead.
+    assert step.parts == pytest.approx(expected, rel=1e-2, abs=1e-4)

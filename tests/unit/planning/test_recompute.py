@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.recompute import plan_recompute
+from yunlu.planning.planner import plan_recompute
 
 KEPT = {"none": 100.0, "selective": 60.0, "full": 20.0}
 CHEAP_SELECTIVE = {"none": 0.0, "selective": 0.1, "full": 0.3}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.test_options import choose, make_ask
-from yunlu.planning.plan import Choice, Hardware, Plan
-from yunlu.planning.refine import refine
+from yunlu.planning.plan import Choice, Hardware, Plan, refine
 
 PLANNED = choose(make_ask()).best
 HERE = Hardware(device="T4")

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.planning.models.arithmetic import columns_of, stages, tensor_ways
-from yunlu.planning.models.shape import ModelShape
+from yunlu.planning.models.shape import ModelShape, columns_of, stages, tensor_ways
 from yunlu.planning.predict.query_batch import PRECISIONS, QueryBatch, make_queries
 from yunlu.planning.predict.step_time import step_time
-from yunlu.planning.search.grid import LAYOUT_COLUMNS, LayoutRules, divisors, enumerate_layouts
 from yunlu.planning.search.layout_search import (
+    LAYOUT_COLUMNS,
     HardwareConfig,
     LayoutQuery,
+    LayoutRules,
     TrainingWork,
+    divisors,
+    enumerate_layouts,
     node_counts,
     predict_memory,
     run_seconds,

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import (
+from yunlu.planning.models.shape import (
+    Adapter,
+    Experts,
+    Latent,
+    ModelShape,
     active_parameters,
     adapter_parameters,
     attention_flops_per_token,
@@ -21,7 +25,6 @@ from yunlu.planning.models.arithmetic import (
     trainable,
     visible,
 )
-from yunlu.planning.models.shape import Adapter, Experts, Latent, ModelShape
 from yunlu.planning.predict.query_batch import QueryBatch, concatenate, make_queries
 
 LLAMA3_8B = ModelShape(

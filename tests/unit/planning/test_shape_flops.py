@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, ViTConfig
-from transformers import ViTForImageClassification as Vit
 
-from yunlu.planning.models.arithmetic import flops_per_token
 from yunlu.planning.models.hf_config import shape_from_config
-from yunlu.planning.models.shape import Adapter
+from yunlu.planning.models.shape import Adapter, flops_per_token
 
 SEQ, BATCH = 48, 2
 SIZES: dict[str, Any] = {
@@ -44,10 +42,10 @@ def count(model: torch.nn.Module, **inputs: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_decoders_compute_what_the_formula_says(kind: str) -> None:
-    config = AutoConfig.for_model(kind, **MODELS[kind])
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind])
     # Torch does not count the products of many experts at once: one after another here.
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(config, **how)
+    model = transformers.AutoModelForCausalLM.from_config(config, **how)
     # Torch computes all scores and hides half of them.
     shape = shape_from_config(config.to_dict()).model_copy(update={"causal": False})
     counted = count(model, input_ids=torch.randint(0, 200, (BATCH, SEQ))) / (BATCH * SEQ)
@@ -56,8 +54,8 @@ def test_decoders_compute_what_the_formula_says(kind: str) -> None:
 
 def test_an_adapted_model_computes_less() -> None:
     peft = pytest.importorskip("peft")
-    config = AutoConfig.for_model("llama", **MODELS["llama"])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = transformers.AutoConfig.for_model("llama", **MODELS["llama"])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.enable_input_require_grads()
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
@@ -68,10 +66,10 @@ def test_an_adapted_model_computes_less() -> None:
 
 
 def test_an_encoder_decoder_computes_what_the_formula_says() -> None:
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         "t5", d_model=64, d_kv=16, d_ff=160, num_layers=3, num_heads=4, vocab_size=200
     )
-    model = AutoModelForSeq2SeqLM.from_config(config)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
     ids = torch.randint(0, 200, (BATCH, SEQ))
     counted = count(model, input_ids=ids, decoder_input_ids=ids) / (BATCH * SEQ)
     shape = shape_from_config(config.to_dict())
@@ -80,11 +78,17 @@ def test_an_encoder_decoder_computes_what_the_formula_says() -> None:
 
 
 def test_a_vision_model_computes_what_the_formula_says() -> None:
-    config = ViTConfig(
+    config = transformers.ViTConfig(
         hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=160,
         image_size=56, patch_size=8,
     )  # fmt: skip
-    counted = count(Vit(config), pixel_values=torch.randn(BATCH, 3, 56, 56)) / BATCH
+    counted = (
+        count(
+            transformers.ViTForImageClassification(config),
+            pixel_values=torch.randn(BATCH, 3, 56, 56),
+        )
+        / BATCH
+    )
     shape = shape_from_config(config.to_dict())
     assert shape.tokens_per_sample == 50
     assert 50 * flops_per_token(shape, 50) == pytest.approx(counted, rel=0.02)

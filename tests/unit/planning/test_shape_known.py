@@ -5,8 +5,8 @@ from importlib.resources import files
 
 import pytest
 
-from yunlu.planning.models.arithmetic import active_parameters, parameters
 from yunlu.planning.models.known_models import find_model
+from yunlu.planning.models.shape import active_parameters, parameters
 
 PUBLISHED = {  # billions of weights, as the models' cards and papers say
     "meta-llama/Llama-3.1-8B": 8.03,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.render.drawing.svg import draw_chart
-from yunlu.render.figures.values import (
+from yunlu.render.figure_values import (
     EventMarks,
     LineFigure,
     Series,
@@ -19,12 +18,13 @@ from yunlu.render.figures.values import (
     fit_axis,
     step_axis,
 )
+from yunlu.render.html_page import draw_chart
 from yunlu.render.i18n import same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yunlu.render.drawing.svg import Drawing
+    from yunlu.render.html_page import Drawing
 
 anything = st.lists(st.floats(), min_size=1, max_size=400)
 

@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.render.drawing.svg import find_ticks
-from yunlu.render.figures.study import estimate_density
-from yunlu.render.figures.values import Axis, dimension_axis, metric_axis, place_on
+from yunlu.render.figure_values import Axis, dimension_axis, metric_axis, place_on
+from yunlu.render.html_page import find_ticks
+from yunlu.render.study_figures import estimate_density
 from yunlu.tuning.values import Dimension
 
 

@@ -10,20 +10,19 @@ import pytest
 
 from tests.unit.tuning.made_studies import BEGAN_AT, make_living, make_pareto, make_study
 from yunlu.jobs.report_builder import build_report
-from yunlu.render import html_page, run_report, study_report
-from yunlu.render.figures import values
+from yunlu.render import figure_values, html_page, run_report, study_report
 
 JOBS = Path(__file__).parents[1] / "jobs"
 FIGURES = (
-    values.LineFigure,
-    values.StackFigure,
-    values.BarFigure,
-    values.HeatmapFigure,
-    values.LayoutFigure,
-    values.ScatterFigure,
-    values.TrialCurvesFigure,
-    values.ParallelFigure,
-    values.Sparkline,
+    figure_values.LineFigure,
+    figure_values.StackFigure,
+    figure_values.BarFigure,
+    figure_values.HeatmapFigure,
+    figure_values.LayoutFigure,
+    figure_values.ScatterFigure,
+    figure_values.TrialCurvesFigure,
+    figure_values.ParallelFigure,
+    figure_values.Sparkline,
 )
 RUNS = {
     "write_classification": "test_report_builder.py",
@@ -74,7 +73,7 @@ def test_a_run_s_page_is_drawn_alike_from_json(
     run = runpy.run_path(str(JOBS / RUNS[write]))[write](tmp_path / "run")
     run_report.render_page(build_report(run))
     assert captured.page == captured.again
-    assert values.LineFigure in captured.kinds
+    assert figure_values.LineFigure in captured.kinds
 
 
 @pytest.mark.parametrize("make", [make_study, make_pareto, make_living])
@@ -83,4 +82,8 @@ def test_a_study_s_page_is_drawn_alike_from_json(
 ) -> None:
     study_report.render_page(make(tmp_path), now=BEGAN_AT + 700)
     assert captured.page == captured.again
-    assert {values.ScatterFigure, values.TrialCurvesFigure, values.ParallelFigure} <= captured.kinds
+    assert {
+        figure_values.ScatterFigure,
+        figure_values.TrialCurvesFigure,
+        figure_values.ParallelFigure,
+    } <= captured.kinds

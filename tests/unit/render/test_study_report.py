@@ -30,9 +30,9 @@ from tests.unit.tuning.made_studies import (
 from yunlu.core.errors import StoreError
 from yunlu.render.format import shorten, train_command
 from yunlu.render.study_report import dump_study, render_page, write_report
+from yunlu.tuning.facts import StudyView
 from yunlu.tuning.importance import compute_importance, expect_finals, rank_trials_by_value
 from yunlu.tuning.values import ParamValue, Point, Trial, TrialState
-from yunlu.tuning.view import StudyView
 
 
 @pytest.fixture

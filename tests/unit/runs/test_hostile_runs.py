@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from tests.hostile import hostile_bytes
 from yunlu.core.errors import StoreError, YunluError
 from yunlu.core.files import read_lines
-from yunlu.runs.documents import read_job, read_json, read_number, read_plan, read_raw_job
 from yunlu.runs.events import event_fields, parse_event, to_record
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Document, Log, last_record
+from yunlu.runs.run_store import (
+    Document,
+    Log,
+    last_record,
+    read_job,
+    read_json,
+    read_number,
+    read_plan,
+    read_raw_job,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

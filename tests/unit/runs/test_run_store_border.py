@@ -8,23 +8,23 @@ from pathlib import Path
 from yunlu.runs.run_store import Claim, Document, Log
 
 SOURCE = Path(__file__).parents[3] / "src" / "yunlu"
-STORE = {SOURCE / "runs" / name for name in ("run_store.py", "directory_store.py")}
+STORE = {SOURCE / "runs" / name for name in ("run_store.py", "home.py")}
 OWN_NAMES = {
     # An exported model holds a copy of its job, for whoever gets the model without the run.
     SOURCE / "training" / "export.py": {Document.JOB},
-    SOURCE / "jobs" / "base_model.py": {Document.JOB},
+    SOURCE / "jobs" / "job_input.py": {Document.JOB},
     # Whether a directory of weights belongs to a run that trained it.
     SOURCE / "training" / "models" / "initial_weights.py": {Log.EVENTS},
     # The command line sees the client alone; the report names the directory of its run.
-    SOURCE / "cli" / "report.py": {Document.REPORT_PAGE},
+    SOURCE / "cli" / "runs.py": {Document.REPORT_PAGE},
     # The page of a study, which is no document of a run.
     SOURCE / "render" / "study_report.py": {Document.REPORT_PAGE},
 }
 
 
 def test_only_the_home_chooses_an_implementation() -> None:
-    importing = {path for path in modules() if "runs.directory_store" in path.read_text()}
-    assert importing == {SOURCE / "runs" / "home.py"}
+    naming = {path for path in modules() if "DirectoryRunStore" in path.read_text()}
+    assert naming == set()
 
 
 def test_file_names_of_a_run_stand_in_its_store_alone() -> None:

@@ -241,7 +241,7 @@ def test_verbs_answer_in_json(own_home, capsys):
 @pytest.mark.parametrize(
     ("modules", "strangers"),
     [
-        ("yunlu.cli.submit, yunlu.cli.pool", {"torch", "numpy", "scipy", "sqlalchemy"}),
+        ("yunlu.cli.pool", {"torch", "numpy", "scipy", "sqlalchemy"}),
         # A database that is locked cannot hold up what never opens it.
         ("yunlu.scheduler.service", {"torch", "sqlalchemy"}),
     ],

@@ -4,10 +4,9 @@ import pytest
 
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
-from yunlu.runs.documents import write_submitted_plan
 from yunlu.runs.events import AttemptStarted, BatchChanged, PlanMade, WorkerGroupFormed
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Log
+from yunlu.runs.run_store import Log, write_submitted_plan
 from yunlu.scheduler.run_progress import RunProgress
 
 

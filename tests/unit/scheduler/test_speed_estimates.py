@@ -1,13 +1,22 @@
 """What the allocator believes about runs, in pools of several types."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from tests.sample_events import sample_plan
+from yunlu.planning.layouts import Layout, SplitConstraints
+from yunlu.planning.plan import Hardware
+from yunlu.planning.predict.local import STEP_PARTS
+from yunlu.runs.run_store import write_submitted_plan
 from yunlu.scheduler.allocation_record import read_allocation
 from yunlu.scheduler.policies import open_estimator, open_policy
 from yunlu.scheduler.policy.fitting import Fitter
 from yunlu.scheduler.policy.goodput import BatchLimits, Observations, StepTiming
 from yunlu.scheduler.run_progress import CatalogSpeeds
+from yunlu.scheduler.run_status import make_request
+from yunlu.spec.job import Job
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
 
@@ -56,3 +65,61 @@ def test_run_of_a_new_program_begins_on_no_more_than_its_owner_asked_for(
     run = world.submit("a", least=least, most=8, requested=asked)
     make_scheduler(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
     assert read_allocation(run).placement.devices == given
+
+
+def plan_for(devices, *, exchange_s, **more):
+    """On so many devices, a step computes 0.4 s of work together and exchanges for so long."""
+    facts = SplitConstraints(
+        parameters=1000, trainable=1000, state_bytes=8e3, activation_bytes_per_sample=100, layers=8
+    )
+    figures = dict.fromkeys(STEP_PARTS, 0.0) | {"compute": 0.4 / devices, "dp": exchange_s}
+    step_s = sum(figures.values())
+    prediction = {
+        "memory_bytes": 1e6, "step_s": step_s, "samples_per_s": 32 / step_s,
+        "total_s": 200 * step_s, "dollars": None, "step_parts": figures,
+    }  # fmt: skip
+    given = {"batch": 32, "micro_batch": 32 // devices, "steps": 200, "room_bytes": 1e6}
+    given |= {"devices": devices, "layout": Layout(dp=devices), "facts": facts}
+    hardware = Hardware(device="cpu", devices_per_node=devices)
+    return sample_plan(hardware=hardware, prediction=prediction, **given, **more)
+
+
+def test_a_plan_that_scales_well_begins_on_more_devices_than_one_that_does_not(
+    make_world, make_scheduler
+):
+    world = make_world({"here": 8}, steps=200)
+    given = {}
+    for name, exchange_s in (("well", 0.001), ("badly", 0.6)):
+        run = world.submit(name, least=1, most=4, requested=4)
+        write_submitted_plan(run, plan_for(4, exchange_s=exchange_s))
+        given[name] = run
+    make_scheduler(world, policy=open_policy("yunlu"), make_estimator=open_estimator).step()
+    devices = {name: read_allocation(run).placement.devices for name, run in given.items()}
+    assert devices == {"well": 4, "badly": 1}
+
+
+def test_what_a_run_measures_goes_before_what_its_plan_expected():
+    predicted = tuple(StepTiming("cpu", 1, n, 8, 0.1, 0.1 + 0.3 * (n > 1)) for n in (1, 2, 4))
+    measured = tuple(StepTiming("cpu", 1, n, 32 // n, 0.4 / n, 0.4 / n) for n in (1, 2))
+    estimate = open_estimator(4, ("cpu",))
+    guess = Observations(signature="x", limits=LIMITS, predicted_timings=predicted)
+    before = estimate(guess, None)
+    assert estimate(guess, before).throughputs is before.throughputs
+    after = estimate(replace(guess, timings=measured), before)
+    alone = estimate(Observations(signature="x", limits=LIMITS, timings=measured), None)
+    assert rate(after, "cpu") == pytest.approx(rate(alone, "cpu"), rel=0.01)
+    assert rate(before, "cpu") < 0.5 * rate(after, "cpu")
+
+
+def test_the_request_of_a_job_without_a_size_is_that_of_its_plan():
+    job = Job.model_validate(
+        {"task": "tabular-classification", "model": "mlp", "data": "synthetic:x"}
+    )
+    plan = plan_for(4, exchange_s=0.1)
+    request = make_request(job, plan)
+    assert (request.least, request.requested, request.is_rigid) == (1, 4, False)
+    # 16,000 bytes of weights, gradients and state: two devices of 10,000 hold their shards.
+    tight = plan.model_copy(update={"room_bytes": 1e4, "device": "cuda"})
+    request = make_request(job, tight)
+    assert (request.least, request.requested) == (2, 4)
+    assert make_request(job, tight, most=1).least == 1

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.lab.spot.policies import Greedy, OnDemandOnly, UniformProgress, find_optimum
-from yunlu.lab.spot.replay import replay, replay_zones
+from yunlu.lab.spot.replay import (
+    Greedy,
+    OnDemandOnly,
+    UniformProgress,
+    find_optimum,
+    replay,
+    replay_zones,
+)
 from yunlu.scheduler.spot import (
     HOUR_S,
     DeadlineJob,

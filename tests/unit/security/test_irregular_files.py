@@ -11,13 +11,15 @@ import pytest
 
 from tests.unit.security.hostile import make_hostile_run
 from yunlu.cli.main import main
-from yunlu.core.files import append_lines, read_lines, write_atomically
-from yunlu.core.regular_files import (
+from yunlu.core.files import (
     IrregularFileError,
+    append_lines,
     check_directory,
     check_regular,
     open_regular,
+    read_lines,
     read_regular,
+    write_atomically,
 )
 from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_run

@@ -16,10 +16,10 @@ import pytest
 from tests.unit.security.hostile import make_hostile_run, queue_entry
 from yunlu.cli.main import main
 from yunlu.core.errors import StoreError, YunluError
-from yunlu.core.users import name_if_foreign, require_private
-from yunlu.executors import worker_group
+from yunlu.core.files import name_if_foreign, require_private
+from yunlu.executors import worker_process
 from yunlu.jobs import lifecycle
-from yunlu.jobs.resize import resize
+from yunlu.jobs.lifecycle import resize
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Document
 from yunlu.runs.worker_group import WorkerGroup, write_worker_group
@@ -212,7 +212,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     """A supervisor that says where its run lies; no program may be started."""
 
     def answer(text: object) -> None:
-        monkeypatch.setattr(worker_group, "send_request", lambda *_, **__: {"text": text})
+        monkeypatch.setattr(worker_process, "send_request", lambda *_, **__: {"text": text})
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a program was started")
@@ -230,7 +230,7 @@ def join(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_programs_that_join_are_our_own_two() -> None:
-    assert set(worker_group.NODE_MODULES) == {NODE_MODULE, ASYNC_NODE}
+    assert set(worker_process.NODE_MODULES) == {NODE_MODULE, ASYNC_NODE}
 
 
 @pytest.mark.parametrize("module", PROGRAMS)
@@ -245,9 +245,9 @@ def test_only_a_node_of_ours_is_started(
     supervisor(str(path))
     assert "it was not started" in join(capsys)
     with pytest.raises(StoreError, match="it was not started"):
-        worker_group.run_node(open_run(path), name="n", devices=1)
+        worker_process.run_node(open_run(path), name="n", devices=1)
     with pytest.raises(StoreError, match="it was not started"):
-        worker_group.node_command(open_run(path), group)
+        worker_process.node_command(open_run(path), group)
 
 
 @pytest.mark.parametrize("item", ["", Document.WORKER_GROUP])

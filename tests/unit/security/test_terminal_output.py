@@ -153,7 +153,7 @@ def test_an_error_about_a_column_does_not_steer(
     def fail() -> None:
         raise DataError(f"no column 'y', known: {PAYLOADS[payload]}", hint=PAYLOADS[payload])
 
-    monkeypatch.setattr("yunlu.cli.ps.default_client", fail)
+    monkeypatch.setattr("yunlu.cli.runs.default_client", fail)
     for words in (["ps"], ["ps", "--debug"]):
         assert main(words) == 1
         assert control_sequences("".join(capsys.readouterr()), colours=False) == set()

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.layout import Layout, parse_layout
-from yunlu.spec.job import Job
-from yunlu.spec.layout import LayoutSpec, read_axes
+from yunlu.planning.layouts import Layout, parse_layout
+from yunlu.spec.job import Job, LayoutSpec, read_axes
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 from yunlu.spec.schema import job_schema
 

@@ -12,11 +12,10 @@ import pytest
 
 from tests.optimizer_package import MODULE, use_lion
 from yunlu.core.errors import JobError
-from yunlu.planning.conflicts import find_conflicts
+from yunlu.planning.layouts import find_conflicts
 from yunlu.spec.job import Job
-from yunlu.spec.load import InvalidJobError, job_from_mapping
+from yunlu.spec.load import InvalidJobError, job_from_mapping, lay_fields
 from yunlu.spec.optimizers import HYPERPARAMETERS, traits_of
-from yunlu.spec.overrides import lay_fields
 from yunlu.spec.train import OptimizerSpec
 
 JOB: dict[str, Any] = {"task": "image-classification", "model": "cnn", "data": "sklearn:digits"}
@@ -39,7 +38,7 @@ def test_hyperparameters_of_traits_are_fields_of_the_job() -> None:
 def test_the_traits_of_every_built_in_optimiser_are_read_without_torch() -> None:
     code = (
         "import sys\n"
-        "from yunlu.spec.entry_points import OPTIMIZERS, known_names\n"
+        "from yunlu.core.imports import OPTIMIZERS, known_names\n"
         "from yunlu.spec.optimizers import traits_of\n"
         "assert [traits_of(name) for name in known_names(OPTIMIZERS)]\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()\n"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.spec.load import InvalidJobError, load_job
-from yunlu.spec.overrides import apply_overrides
+from yunlu.spec.load import InvalidJobError, apply_overrides, load_job
 from yunlu.spec.source import SourceDocument
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError
-from yunlu.spec.entry_points import TASKS, known_names
+from yunlu.core.imports import TASKS, known_names
 from yunlu.spec.load import load_job
 from yunlu.spec.scaffold import scaffold
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from yunlu.spec.job import Job
-from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
-from yunlu.spec.overrides import field_value, lay_fields
+from yunlu.spec.load import InvalidJobError, field_value, job_from_mapping, lay_fields, load_job
 from yunlu.spec.schema import job_schema, schema_at
 from yunlu.spec.search import SearchSpec, direction_of, spell_range
 

@@ -11,7 +11,7 @@ PROGRAM = """
 import os, re, sys
 import torch
 from concurrent.futures import ThreadPoolExecutor
-from yunlu.training.background import open_background
+from yunlu.training.checkpoint.store import open_background
 
 def count():
     return len(os.listdir("/proc/self/task"))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.cuda import _queued_calls  # pyright: ignore[reportPrivateUsage]
 
-from yunlu.training.engine_builders import seed_step
+from yunlu.training.determinism import seed_step
 
 CPU = torch.device("cpu")
 

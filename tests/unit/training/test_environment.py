@@ -10,8 +10,8 @@ import pytest
 from yunlu import __version__
 from yunlu.hardware.fleet import Device, Machine
 from yunlu.spec.job import Job
-from yunlu.training.environment import describe_environment, read_git
-from yunlu.training.trackers.config import flatten, public_config
+from yunlu.training.attempt import describe_environment, read_git
+from yunlu.training.trackers.tracker import flatten, public_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.test_servers import ADAMW, serving
 from tests.waiting import LIMIT_S, wait_until
-from yunlu.core import framing, json_decode
+from yunlu.core import framing, limits
 from yunlu.core.framing import (
     FrameError,
     FrameReader,
@@ -34,11 +34,11 @@ from yunlu.core.framing import (
 from yunlu.core.secure_link import SecureLink, connect_link, derive_secret
 from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import control_secret, read_worker_group
-from yunlu.training.asynchronous.join_server import JoinServer
-from yunlu.training.communication.servers.address import read_address
+from yunlu.training.asynchronous.coordinator import AsyncCoordinator
 from yunlu.training.communication.servers.rules import ServerRules
+from yunlu.training.communication.servers.store import read_address
 from yunlu.training.communication.transport import connect
-from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.control_channel import ControlServer
 from yunlu.training.elastic.messages import read_message
 from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
@@ -167,7 +167,7 @@ class JoinListener:
 
     def __init__(self, path: Path) -> None:
         self._run = open_run(path)
-        self._server = JoinServer(self._run)
+        self._server = AsyncCoordinator(self._run)
         self._server.publish(workers=1, is_open=False)
         group = read_worker_group(self._run)
         assert group is not None
@@ -378,14 +378,14 @@ def test_no_bytes_make_a_decoder_raise_anything_else() -> None:
 
 
 def let_depth_pass(data: bytes) -> Any:
-    return json_decode._without_lone(json.loads(data), replace=False)
+    return limits._without_lone(json.loads(data), replace=False)
 
 
 def let_surrogates_pass(data: bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError as error:
-        raise json_decode.JsonError(str(error)) from error
+        raise limits.JsonError(str(error)) from error
 
 
 @pytest.mark.parametrize(

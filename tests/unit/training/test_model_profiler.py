@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import flops_per_token, parameters, stages, tensor_ways
-from yunlu.planning.models.own_models import own_transformer
+from yunlu.planning.models.known_models import own_transformer
+from yunlu.planning.models.shape import flops_per_token, parameters, stages, tensor_ways
 from yunlu.spec.job import Job
 from yunlu.training.model_profiler import describe, main, measure_job, measure_model
 from yunlu.training.models.transformer import (

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -74,22 +73,6 @@ def test_a_precision_is_worth_using_only_when_clearly_faster() -> None:
     assert not slow.is_worth_using
     assert "160" in slow.verdict
     assert "slower" in slow.verdict
-
-
-def test_tf32_and_fp8_are_fast_on_the_cards_that_have_them() -> None:
-    def fast(major: int, minor: int) -> tuple[str, ...]:
-        properties = SimpleNamespace(name="card", major=major, minor=minor)
-        fake = SimpleNamespace(
-            cuda=SimpleNamespace(
-                get_device_properties=lambda _: properties, mem_get_info=lambda _: (1, 2)
-            ),
-            version=SimpleNamespace(hip=None),
-        )
-        return probe._cuda(fake, 0).fast_precisions
-
-    assert fast(7, 5) == ("fp32", "fp16")
-    assert fast(8, 6) == ("fp32", "tf32", "bf16", "fp16")
-    assert fast(9, 0) == ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @pytest.fixture

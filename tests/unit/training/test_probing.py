@@ -16,9 +16,9 @@ from tests.unit.planning.test_planner import job as planned_job
 from tests.unit.planning.test_planner import profile as planned_profile
 from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
+from yunlu.training.prepare import load_or_measure
 from yunlu.training.probe import probe_machine
-from yunlu.training.probing import links, machine_profile, measure, microbenchmarks, profile_store
-from yunlu.training.probing.machine_profile import load_or_measure
+from yunlu.training.probing import links, measure, microbenchmarks, profile_store
 from yunlu.training.probing.measure import measure_disk
 from yunlu.training.probing.microbenchmarks import (
     Bench,
@@ -200,9 +200,7 @@ def test_a_quick_profile_is_measured_once_and_stored(
     assert found.link is None
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
-    monkeypatch.setattr(
-        machine_profile, "_PROGRAM", (sys.executable, "-c", "raise SystemExit('no')")
-    )
+    monkeypatch.setattr(prepare, "_BENCHMARKS", (sys.executable, "-c", "raise SystemExit('no')"))
     assert load_or_measure(machine) == found
     monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
     assert load_or_measure(machine) == found

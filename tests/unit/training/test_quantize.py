@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-torchao = pytest.importorskip("torchao")
+if find_spec("torchao") is None:  # importing it takes a second or more
+    pytest.skip("torchao is not installed", allow_module_level=True)
 
 CPU = torch.device("cpu")
 OUTLIER = 400.0

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.checkpoints import Memory, copy_optimizer, restore_optimizer
 from yunlu.core.errors import CheckpointError
+from yunlu.training.engine_state import fill_optimizer, optimizer_shards
 from yunlu.training.optim.fused_adam import FusedAdam
-from yunlu.training.optimizer_state import fill_optimizer, optimizer_shards
 from yunlu.training.parallel.redistribute import ShardMetadata, UncoveredError, plan_transfers
 from yunlu.training.tensor_slices import (
     TensorShard,

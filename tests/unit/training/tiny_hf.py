@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
 
 from yunlu.training.data.tokenizer import BpeTokenizer
 
@@ -29,7 +21,7 @@ def save_tokenizer(directory: Path, *, longest: int = 64) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     inner = BpeTokenizer(WORDS, vocabulary=300)
     inner.save(directory)
-    fast = PreTrainedTokenizerFast(
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         pad_token="<pad>",
         bos_token="<bos>",
@@ -43,7 +35,7 @@ def save_tokenizer(directory: Path, *, longest: int = 64) -> int:
 def save_bert(directory: Path, *, labels: int = 2, **changes: Any) -> Path:
     """An encoder with a head for labels."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=save_tokenizer(directory),
         intermediate_size=32,
         max_position_embeddings=64,
@@ -51,19 +43,21 @@ def save_bert(directory: Path, *, labels: int = 2, **changes: Any) -> Path:
         pad_token_id=0,
         **{**sizes, **changes},
     )
-    return _save(BertForSequenceClassification, config, directory)
+    return _save(transformers.BertForSequenceClassification, config, directory)
 
 
 def save_gpt2(directory: Path) -> Path:
     """A causal language model."""
     size = save_tokenizer(directory)
-    config = GPT2Config(vocab_size=size, n_positions=48, n_embd=16, n_layer=1, n_head=2, **MARKS)
-    return _save(GPT2LMHeadModel, config, directory)
+    config = transformers.GPT2Config(
+        vocab_size=size, n_positions=48, n_embd=16, n_layer=1, n_head=2, **MARKS
+    )
+    return _save(transformers.GPT2LMHeadModel, config, directory)
 
 
 def save_t5(directory: Path) -> Path:
     """An encoder and a decoder."""
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=save_tokenizer(directory),
         d_model=16,
         d_kv=8,
@@ -74,7 +68,7 @@ def save_t5(directory: Path) -> Path:
         pad_token_id=0,
         eos_token_id=2,
     )
-    return _save(T5ForConditionalGeneration, config, directory)
+    return _save(transformers.T5ForConditionalGeneration, config, directory)
 
 
 def _save(kind: Any, config: Any, directory: Path) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from yunlu.core.value import Value
+from yunlu.tuning.facts import Direction, StudyView, TrialFacts, find_best, find_front
 from yunlu.tuning.values import Dimension, ParamValue, Point, Trial, TrialState
-from yunlu.tuning.view import Direction, StudyView, TrialFacts, find_best, find_front
 
 SCRIPT = "<script>window.hacked = 1</script>"
 BEGAN_AT = 1_790_000_000.0

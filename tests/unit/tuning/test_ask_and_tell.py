@@ -12,10 +12,10 @@ from tests.integration.toy_study import toy_job
 from yunlu.cli.main import main
 from yunlu.core.errors import YunluError
 from yunlu.tuning.facts import wall_s
+from yunlu.tuning.records import read_view
 from yunlu.tuning.study import AskedTrial, Study
 from yunlu.tuning.study_dir import StudyError, list_studies
 from yunlu.tuning.values import TrialState
-from yunlu.tuning.view import read_view
 
 
 def ask(study: Study, **options: Any) -> AskedTrial:

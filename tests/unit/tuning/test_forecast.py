@@ -10,20 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.planning.plan import Interval, Plan, Prediction
-from yunlu.spec.job import Job
-from yunlu.spec.layout import LayoutSpec
+from yunlu.spec.job import Job, LayoutSpec
 from yunlu.spec.search import SearchSpec
 from yunlu.tuning import forecast
 from yunlu.tuning.forecast import (
     EXAMPLE_TRIALS,
+    Stage,
     StudyForecast,
     TrialTime,
+    count_space,
+    expect_stages,
+    find_stop,
     find_trial_time,
+    makespan_s,
     predict_search,
     predict_study,
 )
 from yunlu.tuning.setup import make_study_request
-from yunlu.tuning.stages import Stage, count_space, expect_stages, find_stop, makespan_s
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.device_shares import USUAL_POWER
 

@@ -18,7 +18,7 @@ from yunlu.runs.run_store import Log
 from yunlu.tuning.setup import create_study, make_method_of
 from yunlu.tuning.study_runner.runner import StudyLimits, WatchedTrial
 from yunlu.tuning.study_runner.slots import SlotAllocation
-from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.study_runner.trial_runs import TrialEvents
 from yunlu.tuning.values import TrialState
 
 

@@ -8,7 +8,7 @@ from tests.unit.tuning.test_records import make_records
 from yunlu.tuning.setup import make_study_request
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.runner import check_failures, find_values
-from yunlu.tuning.study_runner.trial_events import RungScore, TrialEvents
+from yunlu.tuning.study_runner.trial_runs import RungScore, TrialEvents
 from yunlu.tuning.values import TrialState
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from yunlu.cli.main import main
 from yunlu.tuning import records as records_module
-from yunlu.tuning.records import Records, create_records, open_study
+from yunlu.tuning.records import Records, create_records, open_study, read_view
 from yunlu.tuning.setup import make_study_request
 from yunlu.tuning.study_dir import (
     StudyDir,
@@ -26,7 +26,6 @@ from yunlu.tuning.study_dir import (
     studies_home,
 )
 from yunlu.tuning.values import Dimension, Params, Point, Trial, TrialState
-from yunlu.tuning.view import read_view
 
 DIMENSIONS = (
     Dimension(name="lr", low=1e-5, high=1e-1, log=True),

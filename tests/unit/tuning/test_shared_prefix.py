@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from tests.integration.toy_study import ToySlots, toy_job
 from tests.sample_events import sample, sample_plan
-from yunlu.planning.schedule import rate
+from yunlu.planning.large_batch import rate
 from yunlu.runs.events import CheckpointSaved, DataOpened, Evaluated, PlanMade
 from yunlu.runs.run_store import Document
 from yunlu.spec.job import Job
 from yunlu.spec.load import job_from_mapping
 from yunlu.tuning.setup import create_study
-from yunlu.tuning.study_runner.trial_events import TrialEvents
 from yunlu.tuning.study_runner.trial_runs import (
+    TrialEvents,
     TrialStarter,
     can_share_prefix,
     find_length,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from yunlu.core.errors import JobError
 from yunlu.spec.job import Job
-from yunlu.spec.overrides import field_value
+from yunlu.spec.load import field_value
 from yunlu.spec.source import InvalidJobError
 from yunlu.tuning.encoding import Encoder
 from yunlu.tuning.space import (

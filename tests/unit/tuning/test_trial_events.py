@@ -16,7 +16,7 @@ from yunlu.runs.events import (
     WorkerGroupFormed,
 )
 from yunlu.runs.states import RunState
-from yunlu.tuning.study_runner.trial_events import TrialEvents
+from yunlu.tuning.study_runner.trial_runs import TrialEvents
 
 
 def apply(events: TrialEvents, at: float, kind: type[RunEvent], **data: Any) -> None:

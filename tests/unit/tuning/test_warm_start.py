@@ -9,10 +9,10 @@ import optuna
 import pytest
 
 from tests.integration.toy_study import toy_job
+from yunlu.tuning.records import read_past
 from yunlu.tuning.study import Study
 from yunlu.tuning.study_dir import StudyError, StudyRequest
 from yunlu.tuning.values import Point, TrialState
-from yunlu.tuning.warm_start import read_past
 
 LR = "train.optimizer.lr"
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.files import write_atomically
 from yunlu.lab.simulation.cluster import assign_device_rows
 from yunlu.lab.simulation.profiles import SimulationError
-from yunlu.render.drawing.plots import IDLE, PALETTE, plot
-from yunlu.render.figures.values import (
+from yunlu.render.figure_values import (
     Axis,
     Bar,
     BarFigure,
@@ -20,6 +19,7 @@ from yunlu.render.figures.values import (
     TimelineSpan,
 )
 from yunlu.render.i18n import same
+from yunlu.render.plots import IDLE, PALETTE, plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

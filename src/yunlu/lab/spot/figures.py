@@ -9,8 +9,8 @@ import numpy as np
 
 from yunlu.core.errors import JobError
 from yunlu.core.files import write_atomically
-from yunlu.render.drawing.plots import plot
-from yunlu.render.figures.values import StripFigure, TimelineFigure, TimelineSpan
+from yunlu.render.figure_values import StripFigure, TimelineFigure, TimelineSpan
+from yunlu.render.plots import plot
 from yunlu.scheduler.spot import HOUR_S, Mode
 
 if TYPE_CHECKING:

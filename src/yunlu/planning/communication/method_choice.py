@@ -1,29 +1,39 @@
-"""Choose the communication method that reaches a loss first, within the guarantee. Pure."""
+"""Choice of the communication method, and its changes in training: other links, stragglers. Pure."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from yunlu.core.errors import YunluError
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.planning.communication.measurements import SharedWork  # noqa: TC001 - pydantic reads it
 from yunlu.planning.communication.methods import METHODS, PACKINGS, Guarantee, keeps
 from yunlu.planning.communication.step_forecast import (
+    ASYNCHRONOUS_S,
     MethodSetting,
     StepForecast,
     forecast,
     split_buckets,
 )
-from yunlu.planning.communication.timing import Clock
+from yunlu.planning.communication.timing import (
+    Clock,
+    SharedWork,
+)
 from yunlu.planning.machine_profile import FiniteFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from yunlu.planning.communication.measurements import WireFigures
+    from numpy.typing import NDArray
+
+    from yunlu.planning.communication.step_forecast import StepForecast
+    from yunlu.planning.communication.timing import WireFigures
 
 _Any = TypeVar("_Any")
 
@@ -290,3 +300,203 @@ def _fits(method: str, codec: str) -> bool:
 
 def _only(usual: Iterable[_Any], pinned: _Any | None) -> tuple[_Any, ...]:
     return tuple(usual) if pinned is None else (pinned,)
+
+
+_GAIN_PER_HOST = 0.25
+"""Least gain of the time to the same loss per excluded host; less does not justify an idle device."""
+_LAGGING = 1.5
+"""A straggler is this many times slower than most others: where all links are slow, there is none."""
+_LEAVE_S = 5.0
+"""Cost of an exclusion: the others rendezvous again, and measure their links."""
+_REPAID = 2.0
+"""Factor by which the gain must exceed the cost of the change."""
+
+
+class StragglerExclusion(FiniteFigures):
+    """Hosts to exclude, and why."""
+
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    step_s: float
+    """Predicted step time without them."""
+    reason: str
+
+
+def find_stragglers_to_exclude(
+    decision: MethodDecision, figures: WireFigures, *, steps_left: int | None = None
+) -> StragglerExclusion | None:
+    """The hosts without which the same loss is reached at least a quarter sooner; none where all are of use.
+
+    The first worker's host always stays: it speaks for all.
+    """
+    best, retained = decision, figures
+    for fewer, rest in _leave_one_by_one(decision, figures):
+        # Of two equally slow hosts, only excluding both gains anything.
+        if fewer.chosen.cost_s <= (1 - _GAIN_PER_HOST) * best.chosen.cost_s:
+            best, retained = fewer, rest
+    if retained is figures:
+        return None
+    gained_s = decision.chosen.cost_s - best.chosen.cost_s
+    if steps_left is not None and gained_s * steps_left < _REPAID * _LEAVE_S:
+        return None
+    gone = tuple(host for host in figures.host_names if host not in retained.host_names)
+    ranks = tuple(rank for rank, host in enumerate(figures.hosts) if host in gone)
+    text = (
+        f"{', '.join(gone)} {'steps' if len(gone) == 1 else 'step'} aside: a step without is"
+        f" predicted to take {show_duration(best.chosen.step_s)}, not"
+        f" {show_duration(decision.chosen.step_s)}"
+    )
+    return StragglerExclusion(hosts=gone, ranks=ranks, step_s=best.chosen.step_s, reason=text)
+
+
+def _leave_one_by_one(
+    decision: MethodDecision, figures: WireFigures
+) -> Iterator[tuple[MethodDecision, WireFigures]]:
+    """The choice without one, two, ... hosts that the others wait for most."""
+    retained = figures
+    while result := [
+        (choose(rest, _with_more(decision, size=figures.size, of=rest.size)), rest)
+        for rest in _without_each(retained)
+    ]:
+        fewer, retained = min(result, key=lambda item: item[0].chosen.cost_s)
+        yield fewer, retained
+
+
+def _with_more(decision: MethodDecision, *, size: int, of: int) -> MethodQuery:
+    """The same query for fewer workers, each with more samples."""
+    question, more = decision.question, size / of
+    work = question.work.model_copy(update={"compute_s": question.work.compute_s * more})
+    return question.model_copy(update={"work": work})
+
+
+def _without_each(figures: WireFigures) -> Iterator[WireFigures]:
+    """Without the host of the slowest compute, and without that of the slowest link, if they lag."""
+    names = figures.host_names
+    if len(names) == 1:
+        return
+    rates = np.array(figures.bytes_per_s)
+    np.fill_diagonal(rates, 0.0)
+    # Its best links in both directions: a slow host makes one link of every other host slow too.
+    links = 1 / np.minimum(rates.max(axis=0), rates.max(axis=1))
+    if len(names) == 2:
+        links[0] = 0.0  # a single host would wait for no link
+    paces = np.zeros(len(names))
+    if figures.compute_s:
+        np.maximum.at(paces, figures.host_numbers, np.array(figures.compute_s))
+    for slowest in sorted({_find_lagging(links), _find_lagging(paces)}):
+        if slowest > 0:
+            yield figures.without(names[slowest])
+
+
+def _find_lagging(spans: NDArray[np.float64]) -> int:
+    """The host that lags behind the rest; the first, which always stays, where none does."""
+    slowest = 1 + int(spans[1:].argmax())
+    is_lagging = spans[slowest] > _LAGGING * np.median(np.delete(spans, slowest))
+    return slowest if is_lagging else 0
+
+
+GAIN = 0.15
+"""Least gain of the time to the same loss for a change: about the error of predictions."""
+SWITCH_S = 2.0
+"""Cost of a switch: new connections and buffers, lost residuals."""
+_DOUBT = 1.25
+"""Predictions that differ by less may be in the wrong order."""
+_LEAST_STEPS = 100
+"""With fewer steps left a timed comparison does not pay off."""
+_WINDOW = 9
+_CHANGED = 1.3
+"""Ratio of exchange times, in either direction, that counts as a change."""
+
+
+def should_switch(
+    decision: MethodDecision,
+    figures: WireFigures,
+    *,
+    steps_left: int | None = None,
+    switch_s: float | None = None,
+) -> MethodDecision | None:
+    """A new decision where it gains at least 15 % and pays for the switch in the remaining steps."""
+    fresh = choose(figures, decision.question)
+    if fresh.setting == decision.setting:
+        return None
+    now = forecast(Clock(figures), decision.question.work, decision.setting)
+    gained_s = now.cost_s - fresh.chosen.cost_s
+    if gained_s < GAIN * now.cost_s:
+        return None
+    if switch_s is None:
+        is_served = METHODS[fresh.setting.method].kind == "asynchronous"
+        switch_s = ASYNCHRONOUS_S if is_served else SWITCH_S
+    left = decision.question.work.steps if steps_left is None else steps_left
+    if left is not None and gained_s * left < _REPAID * switch_s:
+        return None
+    return fresh
+
+
+def renew(decision: MethodDecision, figures: WireFigures) -> MethodDecision:
+    """The same setting, predicted for other links."""
+    work = decision.question.work
+    chosen = forecast(Clock(figures), work, decision.setting)
+    reason = explain(figures, work, chosen, decision.plain)
+    return decision.model_copy(update={"chosen": chosen, "reason": reason})
+
+
+def find_faster_method(decision: MethodDecision, *, steps_left: int | None) -> StepForecast | None:
+    """The runner-up that might be faster than the choice: torch's all-reduce, or the fastest of ours.
+
+    None where the prediction leaves no doubt, where the user decides, and where it could matter for
+    the loss which of the two is taken.
+    """
+    chosen, pinned = decision.chosen, decision.question.pinned
+    is_short = steps_left is not None and steps_left < _LEAST_STEPS
+    if is_short or pinned.method is not None or not _is_plain(chosen):
+        return None
+    is_torch = chosen.setting.method == "all-reduce"
+    others = [
+        candidate
+        for candidate in decision.candidates
+        if _is_plain(candidate) and (candidate.setting.method == "all-reduce") != is_torch
+    ]
+    if not others or not 1 / _DOUBT < others[0].cost_s / chosen.cost_s < _DOUBT:
+        return None
+    return others[0]
+
+
+def _is_plain(forecast: StepForecast) -> bool:
+    setting = forecast.setting
+    return setting.codec == "none" and METHODS[setting.method].kind == "synchronous"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMonitor:
+    """Ratio of recent exchange times to the predicted ones.
+
+    Predictions may be off by a constant share, so the first exchanges say what is usual. The median of a
+    few is compared: single ones are late for many reasons.
+    """
+
+    predicted_s: float
+    ratios: tuple[float, ...] = ()
+    usual: float | None = None
+
+    def note(self, seconds: float) -> LinkMonitor:
+        """With one more exchange; zero times are ignored."""
+        if not (math.isfinite(seconds) and seconds > 0 and self.predicted_s > 0):
+            return self
+        ratios = (*self.ratios, seconds / self.predicted_s)[-_WINDOW:]
+        usual = self.usual
+        if usual is None and len(ratios) == _WINDOW:
+            return replace(self, ratios=(), usual=statistics.median(ratios))
+        return replace(self, ratios=ratios)
+
+    @property
+    def ratio(self) -> float | None:
+        """Current ratio of exchange time to prediction; None until enough were seen."""
+        return statistics.median(self.ratios) if len(self.ratios) == _WINDOW else self.usual
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the links should be measured again."""
+        if self.usual is None or len(self.ratios) < _WINDOW:
+            return False
+        change = statistics.median(self.ratios) / self.usual
+        return change > _CHANGED or change < 1 / _CHANGED

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.models.arithmetic import parameters
-from yunlu.planning.models.hf_families import Family, find_family
-from yunlu.planning.models.hf_fields import Fields
 from yunlu.planning.models.hf_parts import (
+    SEVERAL_MODELS,
     count_kv_heads,
     count_mixer_vectors,
     count_positions,
@@ -20,12 +19,299 @@ from yunlu.planning.models.hf_parts import (
     find_windows,
     is_gated,
     longest_sequence,
+    note_splits,
 )
-from yunlu.planning.models.hf_splits import SEVERAL_MODELS, note_splits
-from yunlu.planning.models.shape import ModelShape
+from yunlu.planning.models.shape import ModelShape, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim", "n_embed"),
+    "heads": (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+    ),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "head_dim": ("head_dim", "d_kv", "kv_channels", "attention_head_dim"),
+    "ffn": (
+        "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim",
+        "hidden_dim",
+    ),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "experts": (
+        "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts",
+        "num_routed_experts",
+    ),
+    "active": (
+        "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k",
+        "top_k_experts", "moe_top_k",
+    ),
+    "expert_ffn": ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size"),
+    "shared_ffn": (
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ),
+    "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "first_dense": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    "every": ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
+    "decoder_layers": ("num_decoder_layers", "decoder_layers"),
+    "mixer_heads": ("mamba_num_heads", "mamba_n_heads"),
+    "mixer_head_dim": ("mamba_head_dim", "mamba_d_head"),
+    "mixer_groups": ("mamba_n_groups", "n_groups"),
+    "mixer_kernel": ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim"),
+    "mixer_state": ("ssm_state_size", "mamba_d_state"),
+}  # fmt: skip
+"""Our name and those in configurations; the most common first."""
+
+
+class Fields:
+    """A configuration with its family's defaults and its source."""
+
+    def __init__(
+        self, config: Mapping[str, Any], *, where: str, defaults: Mapping[str, Any]
+    ) -> None:
+        self.config = config
+        self.where = where
+        self._defaults = defaults
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        """The field of this name, else the family's default, else ``otherwise``."""
+        value = self.config.get(name)
+        return self._defaults.get(name, otherwise) if value is None else value
+
+    def flag(self, given: bool | str) -> bool:
+        """A boolean, or the field that holds it."""
+        return bool(self.get(given, otherwise=False)) if isinstance(given, str) else given
+
+    def need(self, meaning: str, expected: str) -> int:
+        """A required size of at least 1."""
+        value = self.size(meaning, 0)
+        if value == 0:
+            names = ALIASES[meaning]
+            raise ModelError(
+                f"{self.where}: the field {names[0]!r} is missing: {expected}.",
+                hint=f"add it (or {' or '.join(map(repr, names[1:]))})"
+                if len(names) > 1
+                else "add it",
+            )
+        return value
+
+    def size(self, meaning: str, otherwise: int) -> int:
+        """A size under any of its names; ``otherwise`` where absent, null or 0."""
+        names = ALIASES[meaning]
+        for source in (self.config, self._defaults):
+            for name in names:
+                if source.get(name) is not None:
+                    return self._whole(name, source[name]) or otherwise
+        return otherwise
+
+    def number(self, name: str, otherwise: int) -> int:
+        """An integer of this name."""
+        value = self.get(name)
+        return otherwise if value is None else self._whole(name, value)
+
+    def _whole(self, name: str, value: Any) -> int:
+        if isinstance(value, list | tuple) and value and len(set(map(str, value))) == 1:
+            value = value[0]  # one entry for each block, all equal
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+            raise ModelError(
+                f"{self.where}: the field {name!r} is {value!r}; expected a whole number."
+            )
+        if value < 0:
+            raise ModelError(f"{self.where}: the field {name!r} is {value}; expected at least 0.")
+        return int(value)
+
+
+Bias = bool | str
+"""Whether there is one; a string names the field of the configuration that says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models of one ``model_type``."""
+
+    kind: Literal["decoder", "encoder", "encoder-decoder", "vision"] = "decoder"
+    gated: bool = True
+    norm_vectors: int = 1
+    """1: only scales (RMSNorm); 2: shifts too (LayerNorm)."""
+    norms: int = 2
+    """Norms per block."""
+    final_norm: bool = True
+    embedding_norm: bool = False
+    qkv_bias: Bias = False
+    out_bias: Bias = False
+    mlp_bias: Bias = False
+    head_bias: Bias = False
+    head_norms: Literal["", "head", "width"] = ""
+    """Norms of queries and keys: one for all heads, or over all of them together."""
+    positions: str = ""
+    """The field with the number of learned positions."""
+    extra_positions: int = 0
+    """Learned positions besides, such as an offset for padding."""
+    reserved_positions: int = 0
+    """Positions of the field that no text token uses."""
+    window_every: int = 1
+    """In every so many blocks the last attends to all tokens; 1: every block has the window."""
+    block_scales: int = 0
+    """Further vectors of a block, such as a scale of each branch."""
+    defaults: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Defaults of fields that configurations omit."""
+
+
+_LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+_GPT = Family(
+    gated=False, norm_vectors=2, qkv_bias=True, out_bias=True, mlp_bias=True,
+    defaults={"tie_word_embeddings": True},
+)  # fmt: skip
+_BERT = Family(
+    kind="encoder", gated=False, norm_vectors=2, final_norm=False, embedding_norm=True,
+    qkv_bias=True, out_bias=True, mlp_bias=True, positions="max_position_embeddings",
+    defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
+)  # fmt: skip
+_ROBERTA = replace(_BERT, reserved_positions=2)
+_VIT = Family(
+    kind="vision", gated=False, norm_vectors=2, qkv_bias="qkv_bias", out_bias=True, mlp_bias=True,
+    defaults={"qkv_bias": True, "image_size": 224, "patch_size": 16, "num_channels": 3},
+)  # fmt: skip
+_BART = Family(
+    kind="encoder-decoder", gated=False, norm_vectors=2, final_norm=False, embedding_norm=True,
+    qkv_bias=True, out_bias=True, mlp_bias=True, positions="max_position_embeddings",
+    extra_positions=2, defaults={"tie_word_embeddings": True},
+)  # fmt: skip
+_T5 = Family(
+    kind="encoder-decoder", gated=False,
+    defaults={"tie_word_embeddings": True, "relative_attention_num_buckets": 32},
+)  # fmt: skip
+_QWEN3 = replace(_LLAMA, mlp_bias=False, head_norms="head")
+_GEMMA = replace(_LLAMA, mlp_bias=False, defaults={"tie_word_embeddings": True, "head_dim": 256})
+_MISTRAL = Family(defaults={"num_key_value_heads": 8})
+_OLMO = replace(_LLAMA, mlp_bias=False)
+_DEEPSEEK = Family(
+    out_bias="attention_bias", defaults={"n_shared_experts": 1, "first_k_dense_replace": 0}
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "code_llama": _LLAMA,
+    "smollm3": _LLAMA,
+    "arcee": replace(_LLAMA, gated=False),
+    "exaone4": Family(head_norms="head"),
+    "seed_oss": Family(qkv_bias="attention_bias", out_bias="attention_out_bias"),
+    "minimax_m2": Family(head_norms="width"),
+    "qwen3_next": replace(_QWEN3, mlp_bias=False),
+    "qwen3_5_text": replace(_QWEN3, mlp_bias=False),
+    "qwen3_5_moe_text": replace(_QWEN3, mlp_bias=False),
+    "granite": replace(_LLAMA, defaults={"tie_word_embeddings": False}),
+    "granitemoe": replace(_LLAMA, mlp_bias=False),
+    "granitemoeshared": replace(_LLAMA, mlp_bias=False),
+    "granitemoehybrid": replace(_LLAMA, mlp_bias=False),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
+    "ministral3": _MISTRAL,
+    "mixtral": _MISTRAL,
+    "phi3": Family(),
+    "phimoe": Family(
+        norm_vectors=2, qkv_bias="attention_bias", out_bias="attention_bias", head_bias="lm_head_bias"
+    ),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", defaults={"qkv_bias": True}),
+    "qwen2_vl_text": Family(qkv_bias=True),
+    "qwen2_5_vl_text": Family(qkv_bias=True),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "qwen3_vl_text": _QWEN3,
+    "qwen3_vl_moe_text": _QWEN3,
+    "olmo": replace(_OLMO, norm_vectors=0),
+    "olmo2": replace(_OLMO, head_norms="width"),
+    "olmo3": replace(_OLMO, head_norms="width", window_every=4),
+    "olmoe": replace(_OLMO, head_norms="width"),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, norms=4, window_every=2),
+    "gemma3_text": replace(_GEMMA, norms=4, head_norms="head", window_every=6),
+    "glm": Family(qkv_bias="attention_bias"),
+    "glm4": Family(qkv_bias="attention_bias", norms=4),
+    "glm4_moe": Family(qkv_bias="attention_bias"),
+    "chatglm": Family(qkv_bias="add_qkv_bias", defaults={"tie_word_embeddings": False}),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "gpt_oss": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", window_every=2,
+        defaults={"attention_bias": True, "head_dim": 64},
+    ),
+    "llama4_text": _LLAMA,
+    "nemotron": Family(
+        gated=False, norm_vectors=2, qkv_bias="attention_bias", out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "nemotron_h": Family(
+        gated=False, norms=1, qkv_bias="attention_bias", out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "cohere": Family(norms=1, defaults={"tie_word_embeddings": True}),
+    "cohere2": Family(norms=1, window_every=4, defaults={"tie_word_embeddings": True}),
+    "stablelm": Family(norm_vectors=2, qkv_bias="use_qkv_bias"),
+    "starcoder2": Family(
+        gated=False, norm_vectors=2, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
+        defaults={"use_bias": True, "tie_word_embeddings": True},
+    ),
+    "phi": replace(
+        _GPT, norms=1, head_bias=True, defaults={"tie_word_embeddings": False}
+    ),
+    "gpt2": replace(_GPT, positions="n_positions"),
+    "gpt_bigcode": replace(_GPT, positions="n_positions"),
+    "openai-gpt": replace(_GPT, positions="n_positions", final_norm=False),
+    "gpt_neo": replace(_GPT, qkv_bias=False, positions="max_position_embeddings"),
+    "gpt_neox": replace(
+        _GPT, qkv_bias="attention_bias", out_bias="attention_bias",
+        defaults={"tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gptj": replace(
+        _GPT, norms=1, qkv_bias=False, out_bias=False, head_bias=True,
+        defaults={"tie_word_embeddings": False},
+    ),
+    "opt": replace(_GPT, positions="max_position_embeddings", extra_positions=2),
+    "bloom": replace(_GPT, embedding_norm=True),
+    "falcon": replace(
+        _GPT, qkv_bias="bias", out_bias="bias", mlp_bias="bias",
+        defaults={"tie_word_embeddings": True, "bias": False},
+    ),
+    "mpt": replace(
+        _GPT, norm_vectors=1, qkv_bias=False, out_bias=False, mlp_bias=False,
+        defaults={"tie_word_embeddings": True, "expansion_ratio": 4},
+    ),
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "distilbert": replace(
+        _BERT, defaults={"tie_word_embeddings": True, "type_vocab_size": 0}
+    ),
+    "modernbert": Family(
+        kind="encoder", embedding_norm=True, qkv_bias="attention_bias", out_bias="attention_bias",
+        mlp_bias="mlp_bias", window_every=3, defaults={"tie_word_embeddings": True},
+    ),
+    "vit": _VIT,
+    "deit": _VIT,
+    "dinov2": replace(_VIT, block_scales=2, defaults={**_VIT.defaults, "patch_size": 14}),
+    "clip_vision_model": replace(_VIT, embedding_norm=True, defaults={**_VIT.defaults}),
+    "bart": _BART,
+    "mbart": replace(_BART, final_norm=True),
+    "pegasus": replace(_BART, final_norm=True, embedding_norm=False, extra_positions=0),
+    "marian": replace(_BART, embedding_norm=False, extra_positions=0),
+    "t5": _T5,
+    "mt5": replace(_T5, defaults={**_T5.defaults, "tie_word_embeddings": False}),
+    "umt5": replace(_T5, defaults={**_T5.defaults, "tie_word_embeddings": False}),
+}  # fmt: skip
+"""By ``model_type``."""
+
+
+def find_family(model_type: str) -> Family | None:
+    """The family, if known."""
+    return FAMILIES.get(model_type)
+
 
 Head = Literal["tokens", "labels", "none"]
 """What the model ends in: a product with the vocabulary for each token, a few numbers for each

@@ -23,7 +23,7 @@ RECOMPUTE = ("none", "selective", "full")
 class QueryBatch:
     """Columns of one length. Counts are integers kept as floats: NumPy is faster with one kind."""
 
-    # The model, as ``ModelShape`` and ``planning.models.arithmetic`` give it.
+    # The model, as ``ModelShape`` and ``planning.models.shape`` give it.
     layers: Column
     hidden: Column
     heads: Column

@@ -1,40 +1,295 @@
-"""Rows of published or own measurements as queries to predict. Pure."""
+"""Rows of published or own measurements: model shapes, plausibility, queries to predict. Pure."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from yunlu.core.errors import YunluError
-from yunlu.planning.models.arithmetic import columns_of, parameters
-from yunlu.planning.predict.aliases import (
-    cuts_sequence,
-    network_of,
-    precision_of,
-    recompute_of,
-    sharding_of,
-    stack_of,
-)
+from yunlu.planning.models.known_models import find_model
+from yunlu.planning.models.shape import Adapter, ModelShape, columns_of, parameters
 from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.correction import correct
-from yunlu.planning.predict.geometry import UnreadableRowError, number, read_shape
-from yunlu.planning.predict.intervals import spread_factors
+from yunlu.planning.predict.intervals import correct, spread_factors
 from yunlu.planning.predict.memory import fits, peak_memory, reported_memory
-from yunlu.planning.predict.plausibility import check_figures
 from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE, Column, QueryBatch
 from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from yunlu.hardware.catalog import Catalog
-    from yunlu.hardware.device import DeviceModel
-    from yunlu.planning.models.shape import ModelShape
+    from yunlu.hardware.catalog import Catalog, DeviceModel
 
     Row = Mapping[str, str]
+
+_COMMON_VOCAB = 32000
+
+
+class UnreadableRowError(ValueError):
+    """A row is incomplete or contradictory; the text is the reason."""
+
+
+def number(row: Row, name: str) -> float | None:
+    """A field as a number; ``None`` where it is empty or not a number above zero."""
+    try:
+        value = float((row.get(name) or "").strip())
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def read_shape(row: Row) -> ModelShape:
+    """Shape of the row's model; with an adapter where model or notes mention LoRA."""
+    shape = _from_columns(row) or _from_name(row)
+    if shape is None:
+        missing = [name for name in ("layers", "hidden") if number(row, name) is None]
+        name = row.get("model") or ""
+        raise UnreadableRowError(
+            f"{' and '.join(missing) or 'layers'} empty and model {name!r} is not a known one"
+        )
+    return shape.model_copy(update={"adapter": _adapter(row)}) if _adapter(row) else shape
+
+
+def _from_columns(row: Row) -> ModelShape | None:
+    layers, hidden = number(row, "layers"), number(row, "hidden")
+    if layers is None or hidden is None or row.get("moe") in {"1", "True", "true"}:
+        return None
+    known = _from_name(row)
+    if known is not None and (known.layers, known.hidden) == (layers, hidden):
+        vocab = number(row, "vocab")
+        return known.model_copy(update={"vocab": int(vocab)}) if vocab else known
+    heads = number(row, "heads") or max(1.0, hidden // 128)
+    plain = ModelShape(
+        name=row.get("model") or "row",
+        kind="decoder",
+        layers=int(layers),
+        hidden=int(hidden),
+        heads=int(heads),
+        kv_heads=int(number(row, "kv_heads") or heads),
+        ffn=int(number(row, "ffn") or 4 * hidden),
+        vocab=int(number(row, "vocab") or (known.vocab if known else 0) or _COMMON_VOCAB),
+        tied=row.get("tied") in {"1", "True", "true"},
+        causal="bert" not in (row.get("model") or "").lower(),
+    )
+    return _like_the_count(plain, row)
+
+
+def _like_the_count(plain: ModelShape, row: Row) -> ModelShape:
+    """Gated MLP and tied embedding chosen by the stated number of weights."""
+    result = number(row, "params")
+    guesses = [plain.model_copy(update={"gated": gated}) for gated in (False, True)]
+    if result is None:
+        return guesses[int(plain.ffn != 4 * plain.hidden)]
+    if not row.get("tied"):
+        guesses += [guess.model_copy(update={"tied": True}) for guess in guesses]
+    if number(row, "vocab") is None:
+        # The number may be of the blocks alone.
+        bare = [guess.model_copy(update={"vocab": 0}) for guess in guesses]
+        best = min(
+            range(len(guesses)),
+            key=lambda i: min(_miss(guesses[i], result), _miss(bare[i], result)),
+        )
+        return guesses[best]
+    return min(guesses, key=lambda guess: _miss(guess, result))
+
+
+def _miss(shape: ModelShape, expected: float) -> float:
+    return abs(parameters(shape) - expected)
+
+
+def _from_name(row: Row) -> ModelShape | None:
+    """A known model by a name in a table, without surrounding words."""
+    name = row.get("model") or ""
+    bare = re.sub(
+        r"(?i)pre-?training|fine-?tuning|maxtext|huggingface|lora|sft|ph[12]\b", " ", name
+    )
+    bare = re.sub(r"[\s_-]+", "-", re.sub(r"\(.*?\)", " ", bare).strip()).strip("-")
+    return find_model(name) or find_model(bare)
+
+
+def _adapter(row: Row) -> Adapter | None:
+    text = f"{row.get('model') or ''} {row.get('notes') or ''}".lower()
+    if "lora" not in text:
+        return None
+    rank = re.search(r"\br=(\d+)", text)
+    quantised = "qlora" in text or "gptq" in text or "bnb" in text
+    return Adapter(rank=int(rank.group(1)) if rank else 16, base="int4" if quantised else "bf16")
+
+
+_MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_WORK = ("seq_len", "global_batch", "micro_batch")
+_LAYOUT = ("gpus", "dp", "tp", "pp", "cp", "ep", "vp")
+_NOTHING = {"", "-", "nan", "na", "n/a", "none", "null"}
+"""Notations of an empty field."""
+COLUMNS = ("model", "params", *_MODEL, "tied", "moe", *_WORK, "gpu_type", "precision", *_LAYOUT,
+           "sharding", "act_ckpt")  # fmt: skip
+"""Columns used to predict a row, besides its source and notes."""
+
+
+def check_figures(row: Row) -> None:
+    """Refuse a row with invalid counts, or a batch that cannot be split."""
+    for name in ("params", *_MODEL, *_WORK, *_LAYOUT):
+        _check_count(name, (row.get(name) or "").strip())
+    batch = number(row, "global_batch")
+    result = {name: number(row, name) for name in ("dp", "micro_batch")}
+    if "pipeline batch" in (row.get("notes") or ""):
+        result.pop("micro_batch")  # it is then of all stages together
+    parts = {name: value for name, value in result.items() if value is not None}
+    if batch is not None and batch < prod(parts.values()):
+        text = " x ".join(f"{name} {value:g}" for name, value in parts.items())
+        raise UnreadableRowError(f"global_batch {batch:g} is below {text}")
+
+
+def _check_count(name: str, text: str) -> None:
+    if text.lower() in _NOTHING:
+        return
+    try:
+        value = float(text)
+    except ValueError:
+        value = inf
+    if not isfinite(value):
+        raise UnreadableRowError(f"{name} {text!r} is not a number")
+    if value <= 0:
+        raise UnreadableRowError(f"{name} {text} is not above 0")
+    if value % 1 and name != "params":
+        raise UnreadableRowError(f"{name} {text} is not a whole number")
+
+
+_SOFTWARE = {
+    "vtrain": "megatron-deepspeed",
+    "llmfoundry": "llm-foundry",
+    "megatronbridge": "megatron-bridge",
+    "megatronhub": "megatron-bridge",
+    "nemo": "megatron-bridge",
+    "torchtitan": "torchtitan",
+    "fmsfsdp": "fms-fsdp",
+    "fmsacceleration": "transformers",
+    "ascend": "mindspeed",
+    "mindspeed": "mindspeed",
+    "nanotron": "nanotron",
+    "maxtext": "maxtext",
+    "tpurecipes": "maxtext",
+    "awsneuron": "neuron",
+    "yunlu": "yunlu",
+    # PyTorch 1.13 and flash-attention 1.0.5 when its tables were written.
+    "internevo": "unknown-flash-1",
+    "internlm": "unknown-flash-1",
+    "gptneox": "megatron-deepspeed",
+    "megatron": "megatron-deepspeed",
+    "sc21": "megatron-deepspeed",
+    "narayanan": "megatron-deepspeed",
+    "korthikanti": "megatron-deepspeed",
+}
+"""Keywords in a source's name, and their software stack; the first match counts."""
+_NO = {"no", "off", "false", "0", "disabled", "disable", "never"}
+_SHARDINGS = (
+    (r"hsdp|hybridshard|^hybrid$", 3, "node"),
+    (r"gradop", 2, ""),
+    (r"fsdp|fullshard|zero\+\+", 3, ""),
+    (r"dist(?:ributed)?opt|zero", 1, ""),
+)
+"""Sharding where no ZeRO stage is named; anything else shards nothing."""
+
+
+def stack_of(row: Row) -> str:
+    """Software stack of the row; ``unknown`` where it is not recognised."""
+    result = (row.get("stack") or "").strip().lower().replace("_", "-")
+    if result in STACKS:
+        return result
+    texts = (result, row.get("source_id") or "", row.get("source") or "")
+    outcome = next((name for text in texts if (name := _software(text))), "unknown")
+    if outcome.startswith("unknown"):
+        return _by_kernel((row.get("notes") or "").lower()) or outcome
+    fused = any(name in (row.get("gpu_type") or "") for name in ("H100", "H200", "B200", "B300"))
+    # From the H100 on, Megatron uses the fused kernels of Transformer Engine.
+    return "megatron-bridge" if outcome == "megatron-deepspeed" and fused else outcome
+
+
+def _by_kernel(notes: str) -> str | None:
+    """Unknown software: by the kernels in the row."""
+    if re.search(r"flash.?att(?:ention|n).?2", notes):
+        result = "unknown"
+    elif re.search(r"flash.?att(?:ention|n)", notes):
+        result = "unknown-flash-1"
+    elif re.search(r"kernel ?[=:] ?(?:torch|fused|native)\b", notes):
+        result = "unknown-scores"
+    else:
+        return None
+    # A list of kernels without one for the norm means an unfused norm.
+    lists = re.search(r"kernel ?[=:]", notes) and "rms" not in notes and "norm" not in notes
+    return f"{result}-norms" if lists else result
+
+
+def _software(text: str) -> str | None:
+    letters = "".join(letter for letter in text.lower() if letter.isalnum())
+    return next((name for key, name in _SOFTWARE.items() if key in letters), None)
+
+
+def precision_of(text: str) -> str:
+    """Name in ``PRECISIONS`` of a table's precision; default: bf16."""
+    text = text.strip().lower()
+    if "fp4" in text:
+        return "fp4"
+    if any(word in text for word in ("fp8", "float8", "e4m3", "e5m2")):
+        return "fp8"
+    if "bf" in text or text in _NOTHING | {"amp", "mixed"}:
+        return "bf16"
+    if "16" in text or "half" in text:
+        return "fp16"
+    if "tf32" in text:
+        return "tf32"
+    if "32" in text:
+        return "fp32"
+    raise UnreadableRowError(f"precision {text!r} is not one of {', '.join(PRECISIONS)}")
+
+
+def recompute_of(text: str) -> int | None:
+    """Index in ``RECOMPUTE`` of a table's recomputation; ``None`` where it is silent."""
+    text = text.strip().lower()
+    if text in _NOTHING - {"none"}:
+        return None
+    if text in _NO | {"none"} or text.startswith(("no ", "none", "without")):
+        return RECOMPUTE.index("none")
+    if re.search(r"sel|attn|attention|partial", text):
+        return RECOMPUTE.index("selective")
+    # Any other text means recomputation: every_layer, block, uniform, true.
+    return RECOMPUTE.index("full")
+
+
+def sharding_of(text: str) -> tuple[int, str] | None:
+    """ZeRO stage of a table's sharding, and ``node`` where shards stay within a node."""
+    letters = re.sub(r"[\s_-]+", "", text.lower())
+    if letters in _NOTHING - {"none"}:
+        return None
+    if match := re.fullmatch(r"([0-3])|.*(?:zero|stage)([0-3]).*", letters):
+        return int(match.group(1) or match.group(2)), ""
+    for pattern, stage, where in _SHARDINGS:
+        if re.search(pattern, letters):
+            return stage, where
+    return 0, ""
+
+
+def cuts_sequence(notes: str, *, usual: bool) -> bool:
+    """Sequence parallelism under tp: from the notes, else the default."""
+    pattern = r"\b(?:sp *[=:]|sequence.?parallel\w*) *[=:]? *(true|false|on\b|off\b|1\b|0\b)?"
+    match = re.search(pattern, notes.lower())
+    if match is None:
+        return usual
+    return match.group(1) not in {"false", "off", "0"}
+
+
+def network_of(notes: str, device: str) -> float | None:
+    """Gbit/s of a node's network, from notes such as ``4 * 100Gb RoCE``."""
+    kind = re.split(r"[-_ ]", device)[0]
+    match = re.search(rf"(\d+) ?Gbps \({re.escape(kind)}\)", notes) if kind else None
+    match = match or re.search(r"interconnect (\d+) ?Gbps per node", notes)
+    if match:
+        return float(match.group(1))
+    cards = re.search(r"(\d+) ?[x*×] ?(\d+) ?G(?:b|bps|bit/s|b/s|bE)?\b", notes)
+    return float(cards.group(1)) * float(cards.group(2)) if cards else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

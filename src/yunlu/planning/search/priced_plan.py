@@ -2,30 +2,189 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from math import hypot
 from typing import TYPE_CHECKING
 
-from yunlu.core.units import show_bytes
-from yunlu.planning.layout import Layout
+import numpy as np
+
+from yunlu.core.units import show_bytes, show_duration
+from yunlu.hardware.catalog import HERE
+from yunlu.planning.calibration import NOISE, Z_80
+from yunlu.planning.layouts import Layout, SplitConstraints, worker_share
 from yunlu.planning.plan import Choice, Hardware, Interval, Prediction, Profile, StepSettings
 from yunlu.planning.planner import RunLength, decide
+from yunlu.planning.predict.intervals import spread_factors
 from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
-from yunlu.planning.search.duration import start_seconds, sum_up
 from yunlu.planning.search.layout_search import EVALUATED
-from yunlu.planning.search.limits import GoalLimits
-from yunlu.planning.search.spot import START_HERE_S
-from yunlu.planning.split_constraints import SplitConstraints, worker_share
 from yunlu.planning.splitting import Split, optimizer_state_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from yunlu.planning.large_batch import Rule
     from yunlu.planning.plan import Plan
-    from yunlu.planning.search.hardware_configs import Price
-    from yunlu.planning.search.layout_search import LayoutQuery
-    from yunlu.spec.goal import Objective
-    from yunlu.spec.job import Job
+    from yunlu.planning.predict.memory import PeakMemory
+    from yunlu.planning.predict.query_batch import Column, QueryBatch
+    from yunlu.planning.search.layout_search import HardwareConfig, LayoutQuery, Price
+    from yunlu.spec.job import Job, Objective
+
+
+def time_factors(points: QueryBatch, configs: Sequence[HardwareConfig]) -> tuple[Column, Column]:
+    """Of the step time of each point; of a measured point, only the difference between two runs."""
+    slow, fast = spread_factors(points)
+    noise = math.exp(Z_80 * NOISE["step_s"])
+    is_timed = _is_same(
+        points,
+        configs,
+        [config.measured is not None and config.measured.time for config in configs],
+    )
+    return np.where(is_timed, 1.0 / noise, 1.0 / fast), np.where(is_timed, noise, 1.0 / slow)
+
+
+def memory_factors(
+    points: QueryBatch, memory: PeakMemory, configs: Sequence[HardwareConfig]
+) -> tuple[Column, Column]:
+    """Of peak memory, likewise."""
+    noise = math.exp(Z_80 * NOISE["memory_bytes"])
+    is_held = _is_same(
+        points,
+        configs,
+        [config.measured is not None and config.measured.memory for config in configs],
+    )
+    return (
+        np.where(is_held, 1.0 / noise, memory.low_factor),
+        np.where(is_held, noise, memory.high_factor),
+    )
+
+
+def _is_same(points: QueryBatch, configs: Sequence[HardwareConfig], is_known: list[bool]) -> Column:
+    """Whether a point was measured: on one device, in the same precision and batches."""
+    is_same = (points.devices == 1) & np.array(is_known, dtype=bool)
+    runs = [config.measured for config in configs]
+    code = np.array([-1 if run is None else PRECISIONS.index(run.precision) for run in runs])
+    is_same &= points.precision == code
+    for name in ("batch", "micro_batch", "recompute"):
+        is_same &= getattr(points, name) == np.array([getattr(run, name, -1.0) for run in runs])
+    return is_same
+
+
+RATES_PER_HOUR = {"aws": 0.01, "gcp": 0.01, "azure": 0.01, "runpod": 0.03, "vast": 0.05}
+"""Preemptions of one node per hour."""
+USUAL_RATE_PER_HOUR = 0.02
+RECOVERY_S = 420.0
+"""Until another node is there and the last checkpoint is loaded."""
+START_S = 300.0
+"""From requesting a node in a cloud to the first step: found, booted, set up."""
+START_HERE_S = 15.0
+RATE_FACTOR = 3.0
+"""80 % interval of the rates, as a factor: as much as they differ between regions."""
+START_FACTOR = 2.0
+"""Likewise of the start: images may be cached, or a node hard to find."""
+
+
+def lost_share(cloud: str, *, nodes: float, checkpoint_s: float) -> float:
+    """Share of each hour lost to interruptions: recovery, and half of a checkpoint interval."""
+    rate = RATES_PER_HOUR.get(cloud, USUAL_RATE_PER_HOUR) * nodes
+    return rate * (RECOVERY_S + checkpoint_s / 2) / 3600.0
+
+
+MOST_LOST = 0.9
+"""Most of an hour lost to interruptions: beyond, nothing is predicted."""
+
+
+def start_seconds(price: Price, *, here_s: float = START_HERE_S) -> float:
+    """Seconds until the first step; ``here_s`` on this machine."""
+    return here_s if price.offer.cloud == HERE else START_S
+
+
+def sum_up(
+    price: Price,
+    *,
+    nodes: int,
+    steps: int,
+    step: Interval,
+    evaluating: float,
+    checkpoint_s: float,
+    start_s: float,
+) -> tuple[dict[str, float], Interval]:
+    """Seconds by component, and in total.
+
+    Step, start and interruptions err independently, so their errors add up as squares do.
+    """
+    lost = lost_share(price.offer.cloud, nodes=nodes, checkpoint_s=checkpoint_s) * price.spot
+    run = step.times(steps * (1.0 + evaluating))
+    whole = run.times(_longer(lost))
+    start = _around(start_s, START_FACTOR)
+    parts = {
+        "start_up": start.value,
+        "steps": steps * step.value,
+        "evaluation": steps * step.value * evaluating,
+        "interruptions": whole.value - run.value,
+    }
+    taken_back = Interval(
+        value=whole.value,
+        low=run.value * _longer(lost / RATE_FACTOR),
+        high=run.value * _longer(lost * RATE_FACTOR),
+    )
+    return parts, _add(whole.value + start.value, (whole, start, taken_back))
+
+
+def _add(value: float, parts: tuple[Interval, ...]) -> Interval:
+    below = hypot(*(part.value - part.low for part in parts))
+    above = hypot(*(part.high - part.value for part in parts))
+    return Interval(value=value, low=value - below, high=value + above)
+
+
+def _around(value: float, factor: float) -> Interval:
+    return Interval(value=value, low=value / factor, high=value * factor)
+
+
+def _longer(lost: float) -> float:
+    return 1.0 / (1.0 - min(lost, MOST_LOST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalLimits:
+    """Budget and deadline."""
+
+    budget: float | None = None
+    deadline_s: float | None = None
+
+    def excess(self, total_s: Column, dollars: Column) -> Column:
+        """Ratio to the tighter limit; at most 1 where both are met."""
+        worst = np.zeros(len(total_s))
+        if self.budget is not None:  # without a price it is unknown whether it meets the budget
+            worst = np.maximum(worst, np.where(np.isnan(dollars), np.inf, dollars / self.budget))
+        if self.deadline_s is not None:
+            worst = np.maximum(worst, total_s / self.deadline_s)
+        return worst
+
+
+def explain_excess(
+    limits: GoalLimits, nearest: Plan, *, total_s: Column, dollars: Column
+) -> tuple[str, ...]:
+    """Which limit no option meets, or that none meets both, and how near the nearest comes."""
+    hardware, cost = nearest.hardware, nearest.dollars
+    price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
+    result = (
+        f"the nearest, {hardware} ({hardware.devices} x {hardware.device}), {price} "
+        f"and takes {show_duration(nearest.total_s.value)}."
+    )
+    results: list[str] = []
+    budget, deadline_s = limits.budget, limits.deadline_s
+    if budget is not None and not (dollars <= budget).any():
+        results.append(f"goal.budget: nothing fits ${budget:,.2f}; {result}")
+    if deadline_s is not None and not (total_s <= deadline_s).any():
+        results.append(
+            f"goal.deadline: nothing is done within {show_duration(deadline_s)}; {result}"
+        )
+    if not results and budget is not None and deadline_s is not None:
+        both = f"${budget:,.2f} and {show_duration(deadline_s)}"
+        results.append(f"goal.budget, goal.deadline: nothing keeps to {both} at once; {result}")
+    return tuple(results)
+
 
 POINT_COLUMNS = (
     *("dp", "fsdp", "tp", "pp", "virtual", "zero", "sequence", "batch", "micro_batch"),

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yunlu.planning.search.duration import MOST_LOST, start_seconds
-from yunlu.planning.search.interval_factors import memory_factors, time_factors
 from yunlu.planning.search.layout_search import (
     LayoutSearchResult,
     predict_memory,
@@ -16,27 +14,34 @@ from yunlu.planning.search.layout_search import (
     run_seconds,
     search,
 )
-from yunlu.planning.search.limits import explain_excess
-from yunlu.planning.search.option_changes import narrow
-from yunlu.planning.search.options import PlanOptions
+from yunlu.planning.search.options import (
+    PlanOptions,
+    give_reasons,
+    narrow,
+    refuse_all,
+    refuse_change,
+)
 from yunlu.planning.search.priced_plan import (
+    MOST_LOST,
     POINT_COLUMNS,
     OptionQuery,
     SearchedLayout,
+    explain_excess,
+    lost_share,
     make_priced_plan,
+    memory_factors,
     priced_hardware,
+    start_seconds,
+    time_factors,
 )
-from yunlu.planning.search.reasons import give_reasons
-from yunlu.planning.search.refusals import refuse_all, refuse_change
-from yunlu.planning.search.spot import lost_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.planning.plan import Plan
     from yunlu.planning.predict.query_batch import Column
-    from yunlu.planning.search.hardware_configs import Price
-    from yunlu.spec.goal import Objective
+    from yunlu.planning.search.layout_search import Price
+    from yunlu.spec.job import Objective
 
 MEMORY_PARTS = (
     *("weights", "gradients", "optimizer", "activations", "logits", "buffers", "framework"),

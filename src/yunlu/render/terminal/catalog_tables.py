@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.hardware.device import PRECISIONS
+from yunlu.hardware.catalog import PRECISIONS
 from yunlu.render.terminal.page import indented, plain_table
 
 if TYPE_CHECKING:

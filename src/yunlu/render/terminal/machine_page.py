@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.hardware.fleet import Device, PrecisionSpeed
+    from yunlu.jobs.calibration import LearntFactor, ProbeProgress, ProbeResult
     from yunlu.jobs.doctor import MachineFindings, OptionalPart, StoreState
-    from yunlu.jobs.machine_probe import LearntFactor, ProbeProgress, ProbeResult
     from yunlu.planning.machine_profile import KernelTiming, MachineProfile
 
 

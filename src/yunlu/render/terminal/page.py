@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.core.foreign_text import clean_for_terminal, escape_for_json
+from yunlu.core.secrets import clean_for_terminal, escape_for_json
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:

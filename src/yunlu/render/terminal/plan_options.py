@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from yunlu.jobs.predict_table import PredictedRow
-    from yunlu.planning.plan import Interval, Plan
+    from yunlu.planning.plan import Interval, Plan, Rehearsal
     from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.events import Event
     from yunlu.spec.job import Job
@@ -65,6 +65,31 @@ def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
         lines.append(Text(text, style="dim"))
     count = f" {options.layouts:,} layouts in {took_s:.2f} s of computing; below each figure, its 10 to 90 % interval"
     return Group(Text(""), *lines, Text(count, style="dim"))
+
+
+def rehearsal_block(plan: Plan, rehearsal: Rehearsal) -> RenderableType:
+    """Rehearsed memory of a worker of each stage, by what takes it, beside the prediction."""
+    names = dict.fromkeys(name for rank in rehearsal.ranks for name in rank.parts)
+    table = plain_table()
+    for title in ("rehearsed", "peak", *names):
+        table.add_column(title, justify="left" if title == "rehearsed" else "right")
+    for rank in rehearsal.ranks:
+        parts = (show_bytes(rank.parts.get(name, 0)) for name in names)
+        table.add_row(f"worker {rank.rank}", show_bytes(rank.peak_bytes), *parts)
+    room = plan.hardware.memory_bytes
+    lines = [
+        (
+            f" predicted {show_bytes(plan.prediction.memory_bytes)} with libraries and buffers, "
+            f"of {show_bytes(room)}"
+        ),
+        (
+            f" one step of {plan.layout} on fake tensors with kernels of {rehearsal.kernels}, in "
+            f"{rehearsal.cpu_s:.1f} s of computing: no error of shape, device or sharding"
+        ),
+    ]
+    if rehearsal.peak_bytes > room > 0:
+        lines.insert(0, " the tensors alone do not fit into the memory of the device")
+    return Group(Text(""), indented(table), *(Text(line, style="dim") for line in lines))
 
 
 def comparison_table(names: Sequence[str], options: Sequence[Plan]) -> RenderableType:

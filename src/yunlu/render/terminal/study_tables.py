@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from yunlu.tuning.facts import StudyView, TrialFacts
     from yunlu.tuning.values import Dimension
-    from yunlu.tuning.view import StudyView, TrialFacts
 
 STANDING = {
     TrialState.WAITING: ("○", "cyan"),

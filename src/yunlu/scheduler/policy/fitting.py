@@ -123,11 +123,11 @@ class Fitter:
     def __call__(self, seen: Observations, before: SpeedModel | None) -> FittedSpeed:
         """The model of a job, from its own timings and those of its program."""
         last = before if isinstance(before, FittedSpeed) else None
-        if last is not None and last.timings is seen.timings and last.shared is seen.shared_timings:
+        if last is not None and _is_as_before(seen, last):
             throughputs, most = last.throughputs, last.max_devices
         else:
             merged = _merge(seen.shared_timings, seen.timings)
-            throughputs = _fit_types(merged, last)
+            throughputs = _fit_types(merged or seen.predicted_timings, last)
             largest = max((timing.devices for timing in merged), default=0)
             most = max(self.leap * largest, self.first_devices)
         return FittedSpeed(
@@ -137,7 +137,17 @@ class Fitter:
             max_devices=most,
             timings=seen.timings,
             shared=seen.shared_timings,
+            predicted=seen.predicted_timings,
         )
+
+
+def _is_as_before(seen: Observations, last: FittedSpeed) -> bool:
+    """Whether no timing is new."""
+    return (
+        last.timings is seen.timings
+        and last.shared is seen.shared_timings
+        and last.predicted is seen.predicted_timings
+    )
 
 
 def fit_throughput(timings: Sequence[StepTiming]) -> Throughput:

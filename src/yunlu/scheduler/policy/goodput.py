@@ -110,6 +110,8 @@ class Observations:
     """Of other jobs of its signature; empty where nothing is shared."""
     shared_noise: tuple[NoisePoint, ...] = ()
     """Of other jobs of its signature, by how far they were; empty where nothing is shared."""
+    predicted_timings: tuple[StepTiming, ...] = ()
+    """What its plan expects of each size: believed until a step was timed, of it or of a job alike."""
 
 
 class SpeedModel(Speed, Protocol):
@@ -123,8 +125,8 @@ class SpeedModel(Speed, Protocol):
 class Estimator(Protocol):
     """Makes a model of what was seen.
 
-    ``before`` is the job's last model (None at first): where ``timings`` and ``shared_timings`` are
-    the very same objects as then, only the noise has changed and nothing needs to be fitted again.
+    ``before`` is the job's last model (None at first): where all timings are the very same objects as
+    then, only the noise has changed and nothing needs to be fitted again.
     """
 
     def __call__(self, seen: Observations, before: SpeedModel | None) -> SpeedModel:
@@ -240,6 +242,7 @@ class FittedSpeed:
     timings: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
     """What it was fitted to, so that it is not fitted to the same again."""
     shared: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
+    predicted: tuple[StepTiming, ...] = field(default=(), compare=False, repr=False)
 
     def goodput(
         self,

@@ -1,358 +1,139 @@
-"""Coordinator of an asynchronous run: records steps, evaluates, saves checkpoints, ends the run."""
+"""Coordinator of an asynchronous run, which nodes join to provide workers.
+
+Their workers find the servers through the run's directory and take tickets like all others.
+The control connection only tells who is there: losing a node loses no state.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
-from yunlu.core.errors import TrainingError
-from yunlu.core.files import read_lines
-from yunlu.planning.communication.step_forecast import MethodSetting
-from yunlu.planning.schedule import rate
-from yunlu.runs.events import AttemptStarted, CommunicationChosen, ExchangeSetting, StateChanged
-from yunlu.runs.run_store import Area, Document, Log, last_record, require_local
-from yunlu.runs.states import RunState
-from yunlu.training.asynchronous.averages import recompute_averages
-from yunlu.training.asynchronous.rules import build_server_rules
-from yunlu.training.attempt import change_state
-from yunlu.training.callbacks import TrainingCallbacks
-from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.flat import FlatWeights
-from yunlu.training.communication.servers.store import prepare, shard_directory
-from yunlu.training.data.sample_order import digest_of
-from yunlu.training.metric_log import MetricLog
-from yunlu.training.prepare import load_or_make_plan
-from yunlu.training.runner import Topology
+from yunlu.runs.events import (
+    WorkerLost,
+)
+from yunlu.runs.run_store import Area, Document
+from yunlu.runs.worker_group import LOCAL
+from yunlu.training.elastic.exec_module import ASYNC_NODE
+from yunlu.training.elastic.group_coordinator import GroupCoordinator, open_control_server
+from yunlu.training.elastic.messages import (
+    Exited,
+    Failed,
+    Forked,
+    Leave,
+    LeaveNotice,
+    NodeHello,
+    Prepared,
+    Reply,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from yunlu.planning.plan import Plan
+    from yunlu.planning.layouts import Layout
     from yunlu.runs.run_store import RunStore
-    from yunlu.training.callbacks import StopRequest
-    from yunlu.training.communication.servers.rules import ServerRules
-    from yunlu.training.runner import Runner
-    from yunlu.training.single_worker import StepRequest
+    from yunlu.training.elastic.membership import NodeRecord
+    from yunlu.training.elastic.messages import Message
 
-_POLL_S = 0.1
-StepTickets = dict[int, dict[str, Any]]
-"""Records of the tickets of a step, by share."""
-
-
-class ServerProgress:
-    """Steps completed by the servers: each once, in order, when all its tickets are done."""
-
-    def __init__(self, servers: Path, rules: ServerRules) -> None:
-        self._path = shard_directory(servers, 0) / "done.jsonl"
-        self._rules = rules
-        self._offset = 0
-        self._open: dict[int, StepTickets] = {}
-        self.steps = rules.first_step
-        """Consecutive steps completed."""
-
-    def read(self) -> Iterator[tuple[int, StepTickets]]:
-        """Steps completed since the last call, counted from 1."""
-        for line, after in read_lines(self._path, offset=self._offset):
-            self._offset = after
-            if line["step"] >= self.steps:  # a ticket may be recorded twice
-                self._open.setdefault(line["step"], {}).setdefault(line["share"], line)
-        while len(self._open.get(self.steps, ())) >= self._rules.needed:
-            done = self._open.pop(self.steps)
-            self.steps += 1
-            yield self.steps, done
+_SILENCE_S = 10.0
+"""A node pings four times a second; one that is silent for this long was cut off."""
+_LOADING_S = 600.0
+"""Limit while it loads its data."""
+_FLUSH_S = 1.0
 
 
-class AsyncMetricLog(MetricLog):
-    """Metric log of steps that workers made."""
+class AsyncCoordinator(GroupCoordinator):
+    """Listens from the start of an attempt; its own workers are forked by the same process."""
 
-    memory_bytes = 0
+    has_own_node = False
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Add a step; its time is that of its last ticket."""
-        at = record["at"]
-        super().add(record)
-        record["at"] = at
+    def __init__(self, run: RunStore) -> None:
+        super().__init__(run, open_control_server(), devices=0)
 
-    def _memory_bytes(self) -> int:
-        return self.memory_bytes
+    def publish(self, *, workers: int, is_open: bool, layout: Layout | None = None) -> None:
+        """Publish the address; ``is_open``: servers are running; ``layout``: number of tickets per step."""
+        self.membership.nodes[LOCAL].wanted = workers
+        self.publish_group(
+            node_module=ASYNC_NODE,
+            generation=int(is_open),
+            layouts={} if layout is None else {layout.world: layout.model_dump()},
+        )
 
+    def poll(self, wait_s: float) -> None:
+        """Handle messages for at most this long."""
+        self.server.poll(wait_s, on_message=self.handle_message, on_lost=self.connection_lost)
+        now = time.monotonic()
+        for node in self.membership.nodes.values():
+            limit_s = _SILENCE_S * self._patience if node.is_ready else _LOADING_S
+            if node.connection is not None and now - node.heard_at > limit_s:
+                self.server.close(node.connection)
+        self.ping(now)
 
-class CoordinatorCallbacks(TrainingCallbacks):
-    """Callbacks on weights pulled from the servers."""
+    def list_workers(self) -> list[dict[str, Any]]:
+        """Workers on other machines, as a worker group event lists them."""
+        return [
+            {"worker": f"{node.name}.{number}", "host": node.host, "pid": pid}
+            for node in self.membership.nodes.values()
+            for number, pid in sorted(node.pids.items())
+        ]
 
-    log: AsyncMetricLog
+    def abandon(self) -> None:
+        """In a forked child: close inherited descriptors."""
+        self.server.abandon()
 
-    def evaluate_and_save(self, *, is_evaluating: bool, is_saving: bool, is_last: bool) -> None:
-        """Evaluate and save the current weights."""
-        metrics: dict[str, float] = {}
-        is_better = False
-        if is_evaluating:
-            metrics, is_better = self._evaluate(last=True)
-        is_better = is_better and bool(self._engine.job.train.checkpoint.keep_best)
-        if is_saving or is_last or is_better or self.stopped_early:
-            self._save(metrics)
-        self.log.flush_if_due()
+    def close(self) -> None:
+        """Dismiss all nodes and close."""
+        for node in self.membership.nodes.values():
+            node.is_leaving = True
+            self.server.send(node.connection, Leave())
+        self.server.flush(_FLUSH_S)
+        self.server.close_all()
 
+    def _hear(self, node: NodeRecord) -> None:
+        node.heard_at = time.monotonic()
 
-class AsyncTopology(Topology):
-    """Asynchronous workers, as their coordinator sees them; a new coordinator continues if one is lost.
+    def _admit(self, node: NodeRecord, hello: NodeHello) -> None:
+        node.wanted, node.is_leaving = hello.devices, False
+        node.pids.clear()
+        self._hear(node)
 
-    Args:
-        devices: Workers of the supervisor.
-        shares: Tickets per step, if other workers take part from the start.
-        continues_attempt: A worker group started this attempt and switched to asynchronous training.
-    """
+    def _resize(self, devices: int) -> Reply:
+        if devices < 1 or not self._run.has(Area.SERVERS):
+            return Reply(
+                is_accepted=False,
+                text="the run is still planning, or fewer than one worker was requested",
+            )
+        self._run.write(Document.TARGET_WORKERS, str(devices))
+        return Reply(is_accepted=True, text=f"{devices} workers from now on")
 
-    stop: StopRequest
-    """Set in the coordinator's process."""
-    _client: ServerClient
-    _progress: ServerProgress
+    def _handle_node(self, node: NodeRecord, message: Message) -> None:
+        match message:
+            case Prepared():
+                node.is_ready = True
+            case Forked():
+                node.pids[message.worker] = message.pid
+            case Exited():
+                pid = node.pids.pop(message.worker, None)
+                if message.code and not node.is_leaving:
+                    what = "killed" if message.code < 0 else "failed"
+                    self._report_fault(
+                        node, f"{node.name}.{message.worker}", what, message.detail, pid
+                    )
+            case Failed():
+                node.is_leaving = True  # reported here; its exit is not a fault
+                self._report_fault(node, node.name, "failed", message.message, node.pid)
+            case LeaveNotice():
+                node.is_leaving = True
+            case _:
+                pass
 
-    def __init__(
-        self, *, devices: int, shares: int | None = None, continues_attempt: bool = False
+    def _lose_node(self, node: NodeRecord) -> None:
+        del self.membership.nodes[node.name]
+        if not node.is_leaving:
+            text = "the node was lost with its workers; others take over their tickets"
+            self._report_fault(node, node.name, "lost", text, node.pid)
+
+    def _report_fault(
+        self, node: NodeRecord, worker: str, what: str, detail: str, pid: int | None
     ) -> None:
-        self._devices, self._shares = devices, shares
-        self.continues_attempt = continues_attempt
-        self._is_stopping = False
-
-    def make_plan(self, runner: Runner, *, started_at: float) -> Plan:
-        """In a child of the supervisor: measuring starts threads, which a fork would lose."""
-        machine, shares = runner.machine, self._shares
-        if machine.best_device.kind == "cuda" and shares:  # one per worker, on any machine
-            machine = machine.model_copy(update={"devices": (machine.best_device,) * shares})
-        sized_job = runner.job.model_copy(update={"devices": shares or self._devices})
-        return load_or_make_plan(
-            runner.run, sized_job, runner.inputs, machine, started_at=started_at
-        )
-
-    def open_callbacks(self, runner: Runner) -> CoordinatorCallbacks:
-        """Callbacks on weights pulled from the servers."""
-        log = AsyncMetricLog(
-            runner.run,
-            device=runner.engine.device,
-            attempt=runner.attempt,
-            forward=runner.log_to_trackers,
-        )
-        return CoordinatorCallbacks(
-            runner.engine,
-            runner.run,
-            trackers=runner.trackers,
-            stop=self.stop,
-            attempt=runner.attempt,
-            log=log,
-        )
-
-    def begin(self, runner: Runner) -> None:
-        """Continue with the servers' weights, or create the servers from the newest checkpoint."""
-        assert isinstance(runner.callbacks, CoordinatorCallbacks)
-        self._run, self._job, self._plan = runner.run, runner.job, runner.plan
-        self._engine, self._callbacks = runner.engine, runner.callbacks
-        self._open_servers(self._callbacks.resume())
-        # The step logged last, not the servers' step: what workers have done since then is logged
-        # by this attempt.
-        resumed_from = self._logged_step or None
-        self._record_steps()
-        is_known = resumed_from is not None or self.continues_attempt
-        runner.trackers.start(self._run, self._job, resumed=is_known)
-        if not _is_running(self._run):
-            self._report_start(resumed_from)
-
-    def _open_servers(self, resumed_from: int | None) -> None:
-        run, engine = self._run, self._engine
-        self._logged_step = _last_step(run, Log.METRICS)
-        self._ledger_step = _last_step(run, Log.LEDGER)
-        servers = require_local(run).directory(Area.SERVERS)
-        if not servers.exists():
-            run.remove(Document.TARGET_WORKERS)  # was for servers that no longer exist
-            if resumed_from is not None:
-                cause = (
-                    "Training switches to servers"
-                    if self.continues_attempt
-                    else "The servers' directory is missing"
-                )
-                run.warn(f"{cause}: the optimizer state is reset.")
-            self._logged_step = self._ledger_step = engine.steps_done
-            flat = FlatWeights(engine.weights)
-            rules = build_server_rules(self._job, self._plan, first_step=engine.steps_done)
-            prepare(servers, rules, flat.read(), flat.decayed)
-        self._client = ServerClient(servers, engine.weights, worker="coordinator")
-        self._progress = ServerProgress(servers, self._client.rules)
-        self._evaluated_step = engine.steps_done
-        """Step at which the weights were last evaluated and saved."""
-        self._expected = engine.order.steps_from(self._progress.steps)
-
-    def run_steps(self, runner: Runner) -> StepRequest:  # noqa: ARG002
-        """Follow the workers until the last step, or until the run is to stop."""
-        while not self._is_finished():
-            time.sleep(_POLL_S)
-        return ""
-
-    def release(self, runner: Runner, state: RunState) -> None:
-        """Leave the servers, too."""
-        super().release(runner, state)
-        if hasattr(self, "_client"):  # not if it never began
-            self._client.close()
-
-    def _report_start(self, resumed_from: int | None) -> None:
-        spec = self._job.communication
-        was_reported = any(
-            isinstance(event, CommunicationChosen) for event, _ in self._run.read_events()
-        )
-        setting = MethodSetting(method="asynchronous", codec=self._client.rules.codec)
-        change_state(self._run, RunState.RUNNING, resumed_from_step=resumed_from)
         self._run.emit(
-            CommunicationChosen(
-                step=self._progress.steps,
-                chosen=setting.name,
-                setting=ExchangeSetting.model_validate(setting.model_dump()),
-                guarantee=spec.kept,
-                reason=f"{'as before' if was_reported else 'set by the job'};"
-                f" {_describe_rules(self._client.rules)}",
-            )
+            WorkerLost(cause=what, worker=worker, host=node.host, pid=pid, detail=detail)
         )
-
-    def _is_at_end(self) -> bool:
-        return self._progress.steps >= self._plan.steps or self._callbacks.stopped_early
-
-    def _is_finished(self) -> bool:
-        """Do what is due; returns whether the final evaluation and checkpoint are done."""
-        self._record_steps()
-        is_ending = self._is_at_end() or self.stop.is_set
-        if is_ending:
-            if not self._is_at_end():
-                self._report_stopping()
-            self._client.stop()
-        is_evaluating, is_saving = self._is_evaluation_due(), self._is_checkpoint_due()
-        if not (is_ending or is_evaluating or is_saving):
-            self._callbacks.log.flush_if_due()
-            return False
-        weights = self._client.snapshot(self._record_steps)
-        if weights is None:  # a server must come back first
-            return False
-        self._callbacks.checkpoints.finish_copy()
-        self._client.set_weights(weights)
-        recompute_averages(self._engine)
-        self._engine.steps_done = self._evaluated_step = self._progress.steps
-        is_last = self._progress.steps >= self._plan.steps
-        was_over = self._callbacks.stopped_early
-        if not was_over:
-            self._callbacks.evaluate_and_save(
-                is_evaluating=is_evaluating or is_last, is_saving=is_saving, is_last=is_ending
-            )
-        return is_ending
-
-    def _report_stopping(self) -> None:
-        if not self._is_stopping:
-            self._is_stopping = True
-            self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
-
-    def _is_evaluation_due(self) -> bool:
-        every = self._plan.evaluate_every
-        by_epoch = self._job.train.evaluate == "epoch"
-        return bool(every) and self._is_due(every, by_epoch=by_epoch)
-
-    def _is_checkpoint_due(self) -> bool:
-        by_epoch = self._job.train.checkpoint.every == "epoch"
-        return self._is_due(self._plan.checkpoint_every, by_epoch=by_epoch)
-
-    def _is_due(self, every: int, *, by_epoch: bool) -> bool:
-        """Whether a multiple of ``every`` steps, or an epoch, was completed since the last evaluation."""
-        before, now = self._evaluated_step, self._progress.steps
-        if by_epoch:
-            return int(self._engine.order.epoch_at(now)) > int(self._engine.order.epoch_at(before))
-        return now // every > before // every
-
-    def _record_steps(self) -> None:
-        """Log the steps completed since the last call."""
-        ledger: list[dict[str, Any]] = []
-        for step, done in self._progress.read():
-            entry = self._ledger_entry(step, list(done.values()))
-            if step > self._ledger_step:
-                ledger.append(entry)
-            if step > self._logged_step:
-                self._log(step, [ticket for ticket in done.values() if "loss" in ticket])
-        self._run.append(Log.LEDGER, ledger)
-
-    def _ledger_entry(self, step: int, tickets: list[dict[str, Any]]) -> dict[str, Any]:
-        """Ledger entry of a step; checks that each sample was used once."""
-        samples = sum(int(ticket.get("samples", 0)) for ticket in tickets)
-        digest = sum(
-            (int(ticket.get("digest_high", 0)) << 32) + int(ticket.get("digest_low", 0))
-            for ticket in tickets
-        ) % (1 << 64)
-        expected = next(self._expected)
-        if not self._client.rules.backups and digest != digest_of(expected):
-            raise TrainingError(
-                f"The workers did not take the samples of step {step} once each.",
-                hint="Do their data sets differ? Each must see the same samples in the same order.",
-            )
-        return {"step": step, "generation": 0, "samples": samples, "digest": f"{digest:016x}"}
-
-    def _log(self, step: int, tickets: list[dict[str, Any]]) -> None:
-        if not tickets:
-            return  # reported as an event; records hold only finite numbers
-        order, items = self._engine.order, _sum(tickets, "items")
-        share = rate(
-            self._job.train.schedule,
-            step - 1,
-            steps=self._plan.steps,
-            warmup_steps=self._plan.warmup_steps,
-        )
-        record = {
-            "step": step,
-            "epoch": order.epoch_at(step),
-            "loss": sum(ticket["loss"] * ticket["items"] for ticket in tickets) / items,
-            "lr": self._plan.lr * share,
-            "samples": order.samples_before(step),
-            "items": int(items),
-            "at": max(ticket["at"] for ticket in tickets),
-            "evaluate_s": 0.0,
-            "checkpoint_s": 0.0,
-        }
-        # Means per worker: on average each worker does one ticket.
-        averaged = (
-            "grad_norm",
-            "data_s",
-            "compute_s",
-            "communication_s",
-            "staleness",
-            "sent_bytes",
-        )
-        for key in averaged:
-            record[key] = _sum(tickets, key) / len(tickets)
-        if any("compression_error" in ticket for ticket in tickets):
-            record["compression_error"] = _sum(tickets, "compression_error") / len(tickets)
-        if tokens := int(_sum(tickets, "tokens")):
-            record["tokens"], record["padding"] = tokens, int(_sum(tickets, "padding"))
-        peak = max(int(ticket["memory_bytes"]) for ticket in tickets)
-        self._callbacks.log.memory_bytes = max(self._callbacks.log.memory_bytes, peak)
-        self._callbacks.log.add(record)
-
-
-def _sum(tickets: list[dict[str, Any]], key: str) -> float:
-    return sum(ticket.get(key, 0.0) for ticket in tickets)
-
-
-def _last_step(run: RunStore, log: Log) -> int:
-    last: Mapping[str, Any] | None = last_record(run, log)
-    return 0 if last is None else int(last["step"])
-
-
-def _is_running(run: RunStore) -> bool:
-    """Whether this attempt has begun to train: an earlier coordinator may have been lost."""
-    states = [
-        event.state if isinstance(event, StateChanged) else None
-        for event, _ in run.read_events()
-        if isinstance(event, StateChanged | AttemptStarted)
-    ]
-    return states[-1] in {RunState.RUNNING, RunState.STOPPING}
-
-
-def _describe_rules(rules: ServerRules) -> str:
-    waiting = {
-        "bsp": "workers wait for each other at every step",
-        "ssp": f"a step begins at most {rules.staleness} steps after the oldest incomplete one",
-        "asp": "no worker waits for another",
-    }[rules.mode]
-    return f"{waiting}; servers: {rules.shards}"

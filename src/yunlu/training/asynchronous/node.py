@@ -7,27 +7,18 @@ registering, and for being dismissed. While it is down, the workers continue.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import select
-import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from yunlu.core.private_process import make_process_private
 from yunlu.core.processes import start_time
 from yunlu.core.settings import read_settings
-from yunlu.planning.layout import Layout
-from yunlu.runs.documents import read_job, require_plan
+from yunlu.planning.layouts import Layout
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Area
+from yunlu.runs.run_store import Area, read_job, require_plan
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.training.asynchronous.process_group_supervisor import (
     ManagedProcess,
@@ -37,49 +28,36 @@ from yunlu.training.asynchronous.process_group_supervisor import (
 from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import signals_as_stop
 from yunlu.training.determinism import set_deterministic
-from yunlu.training.elastic.control_client import ControlClient, ControlLostError
+from yunlu.training.elastic.control_channel import ControlClient
 from yunlu.training.elastic.exec_module import unblock_stop_signals
 from yunlu.training.elastic.messages import (
     Exited,
     Forked,
-    Leave,
     LeaveNotice,
-    NodeHello,
-    Ping,
     Prepared,
-    Reply,
 )
+from yunlu.training.elastic.node import WAIT_S, NodeAgent, node_arguments, start_node_process
 from yunlu.training.prepare import prepare
 
 if TYPE_CHECKING:
-    from yunlu.core.value import Value
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.callbacks import StopRequest
-    from yunlu.training.elastic.messages import Message
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import TrainingInputs
 
-_TICK_S = 0.25
+_RETRY_S = 0.05
 _QUIET_S = 5.0
 """The supervisor pings every second; a node that receives none was cut off and reconnects."""
-_WAIT_S = 600.0
-"""Time to look for the supervisor; the node continues when the run is resumed."""
 
 
 def main() -> int:
     """Command line used by ``yunlu join``."""
-    parser = argparse.ArgumentParser(prog="yunlu.training.asynchronous.node")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--devices", type=int, required=True)
+    parser = node_arguments("yunlu.training.asynchronous.node")
     parser.add_argument(
         "--workers-here", type=int, help="workers on this machine; default: devices"
     )
-    options = parser.parse_args()
-    make_process_private()
-    # fork() does not copy threads: torch must not have started any.
-    torch.set_num_threads(1)
+    options = start_node_process(parser)
     with signals_as_stop() as stop:
         unblock_stop_signals()
         workers_here = options.workers_here or options.devices
@@ -88,15 +66,16 @@ def main() -> int:
         ).run()
 
 
-class AsyncNodeAgent:
-    """Single-threaded, because it forks."""
+class AsyncNodeAgent(NodeAgent):
+    """Keeps as many workers running as it has devices."""
 
     def __init__(
         self, run: RunStore, name: str, devices: int, stop: StopRequest, *, workers_here: int
     ) -> None:
         run.is_quiet = True  # events are written by the supervisor
-        self._run, self._name, self._devices, self._stop = run, name, devices, stop
-        self._client = ControlClient(run, quiet_s=_QUIET_S * read_settings().patience)
+        client = ControlClient(run, quiet_s=_QUIET_S * read_settings().patience)
+        super().__init__(run, name, devices, client)
+        self._stop = stop
         self._supervisor = ProcessGroupSupervisor(
             run,
             in_child=self._close_inherited,
@@ -108,8 +87,6 @@ class AsyncNodeAgent:
         self._reported_pids: dict[str, int] = {}
         """Pids of workers reported to the supervisor."""
         self._is_prepared = False
-        self._is_dismissed = False
-        self._is_refused = False
 
     def run(self) -> int:
         """Run until dismissed; returns the exit code."""
@@ -128,9 +105,9 @@ class AsyncNodeAgent:
         self._poll()
         if self._is_over():
             return
-        job = read_job(self._run)
+        job = read_job(self.store)
         set_deterministic(job.train.deterministic)
-        parts = prepare(self._run, job)
+        parts = prepare(self.store, job)
         gc.collect()
         gc.freeze()  # loaded objects stay: collecting them would unshare their pages
         self._is_prepared = True
@@ -140,7 +117,7 @@ class AsyncNodeAgent:
                 return
             self._poll()
         plan = self._read_plan()
-        self._processes = [self._make_worker(n, job, plan, parts) for n in range(self._devices)]
+        self._processes = [self._make_worker(n, job, plan, parts) for n in range(self.devices)]
         while not self._is_over():
             self._supervisor.keep_alive(*self._processes)
             self._report_started()
@@ -150,7 +127,7 @@ class AsyncNodeAgent:
 
     def _read_plan(self) -> Plan:
         """The run's plan, with one share per ticket of a step."""
-        plan, group = require_plan(self._run), read_worker_group(self._run)
+        plan, group = require_plan(self.store), read_worker_group(self.store)
         layouts = (
             [Layout.model_validate(layout) for layout in group.layouts.values()] if group else []
         )
@@ -158,17 +135,12 @@ class AsyncNodeAgent:
 
     def _is_open(self) -> bool:
         """Whether the servers are running."""
-        group = read_worker_group(self._run)
-        return group is not None and group.generation > 0 and self._run.has(Area.SERVERS)
+        group = read_worker_group(self.store)
+        return group is not None and group.generation > 0 and self.store.has(Area.SERVERS)
 
     def _is_over(self) -> bool:
-        if self._stop.is_set or self._is_dismissed:
-            return True
-        if self._client.is_up:
-            return False
         # Workers may learn of the end from the servers before this node does.
-        lost_s = time.monotonic() - self._client.lost_at
-        return lost_s > _WAIT_S or (lost_s > 1 and self._client.is_over())
+        return self._stop.is_set or self._is_dismissed or self._is_abandoned(WAIT_S)
 
     def _make_worker(
         self, number: int, job: Job, plan: Plan, parts: TrainingInputs
@@ -176,50 +148,21 @@ class AsyncNodeAgent:
         def body() -> None:
             worker_plan = fit_to_machine(plan, job, slot=number, workers_here=self._workers_here)
             train_worker(
-                self._run, job, worker_plan, parts, name=f"{self._name}.{number}.{os.getpid()}"
+                self.store, job, worker_plan, parts, name=f"{self.name}.{number}.{os.getpid()}"
             )
 
-        return ManagedProcess(f"worker-{self._name}.{number}", body, number=number)
+        return ManagedProcess(f"worker-{self.name}.{number}", body, number=number)
 
     def _poll(self) -> None:
         """Send and receive for a moment."""
         if not self._client.is_up:
-            if not self._client.connect(self._hello()):
-                time.sleep(_TICK_S / 5)
+            self._reported_pids.clear()  # a new supervisor knows nothing of this node
+            if not self._connect():
+                time.sleep(_RETRY_S)
                 return
             if self._is_prepared:
                 self._send(Prepared())
-        connection = self._client.connection
-        if connection is None:
-            return
-        try:
-            if select.select([connection], [], [], _TICK_S)[0]:
-                for message in self._client.receive():
-                    self._handle(message)
-            self._client.send(Ping())
-            self._client.check_quiet()
-        except ControlLostError:
-            self._disconnect()
-
-    def _hello(self) -> NodeHello:
-        self._reported_pids.clear()  # a new supervisor knows nothing of this node
-        return NodeHello(
-            node=self._name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            process_started_at=start_time(),
-            devices=self._devices,
-        )
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Leave():
-                self._is_dismissed = True
-            case Reply() if not message.is_accepted:
-                sys.stderr.write(f"the run rejected this node: {message.text}\n")
-                self._is_refused = self._is_dismissed = True
-            case _:
-                pass
+        self._stay_in_touch()
 
     def _report_started(self) -> None:
         for process in self._processes:
@@ -241,22 +184,6 @@ class AsyncNodeAgent:
     def _report_loss(self, process: ManagedProcess, _pid: int, code: int, cause: str) -> None:
         assert process.number is not None
         self._send(Exited(worker=process.number, code=code, detail=cause))
-
-    def _send(self, message: Value) -> None:
-        try:
-            self._client.send(message)
-        except ControlLostError:
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._client.is_up:
-            self._client.drop()
-
-    def _close_inherited(self) -> None:
-        """In a worker: close the node's connection."""
-        with suppress(OSError):
-            if self._client.connection is not None:
-                self._client.connection.close()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import TrainingError, YunluError
 from yunlu.core.processes import ForkedProcesses
 from yunlu.runs.events import WorkerLost
-from yunlu.runs.run_store import Area, Log, last_record, require_local
+from yunlu.runs.run_store import Log, last_record
 from yunlu.training.attempt import as_user_error
 from yunlu.training.communication.servers.server_link import ServerLostError
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.messages import Failed, as_failure
+from yunlu.training.elastic.node import print_to_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -183,7 +184,7 @@ class ProcessGroupSupervisor:
                 os.close(other.pipe)
             self._in_child()
             if process.name != "planner":
-                _print_to(self._directory, f"{Area.LOGS}/{process.name}.log")
+                print_to_log(self._directory, process.name)
             return process.body() or 0
         except BaseException as error:  # noqa: BLE001 (reported to the parent)
             traceback.print_exc()
@@ -218,12 +219,6 @@ def _as_error(failure: Failed | None, message: str) -> YunluError:
     error = YunluError(failure.message, hint=failure.hint)
     error.code = failure.code
     return error
-
-
-def _print_to(run: RunStore, log: str) -> None:
-    with require_local(run).open_text_log(log) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def last_step(directory: RunStore) -> int:

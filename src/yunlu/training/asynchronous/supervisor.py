@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.core.addresses import bind_address
-from yunlu.core.private_process import make_process_private
-from yunlu.planning.layout import Layout
-from yunlu.runs.documents import read_job, read_number, require_plan
+from yunlu.core.secrets import make_process_private
+from yunlu.core.secure_link import bind_address
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import (
     CommunicationChosen,
     WorkerGroupFormed,
@@ -34,10 +33,9 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.fold import read_view
 from yunlu.runs.home import open_run
-from yunlu.runs.run_store import Area, Document, require_local
+from yunlu.runs.run_store import Area, Document, read_job, read_number, require_local, require_plan
 from yunlu.runs.states import RunState
-from yunlu.training.asynchronous.coordinator import AsyncTopology
-from yunlu.training.asynchronous.join_server import JoinServer
+from yunlu.training.asynchronous.coordinator import AsyncCoordinator
 from yunlu.training.asynchronous.process_group_supervisor import (
     STOPPED,
     ManagedProcess,
@@ -45,7 +43,6 @@ from yunlu.training.asynchronous.process_group_supervisor import (
     describe_failure,
     last_step,
 )
-from yunlu.training.asynchronous.rules import check_job, check_plan
 from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import (
     RunBusyError,
@@ -55,10 +52,11 @@ from yunlu.training.attempt import (
     run_lock,
     signals_as_stop,
 )
-from yunlu.training.communication.servers.shard import serve
+from yunlu.training.communication.servers.server import serve
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import unblock_stop_signals
 from yunlu.training.runner import Runner
+from yunlu.training.topology.asynchronous import AsyncTopology, check_job, check_plan
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
@@ -155,11 +153,11 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
     directory.is_quiet = False
     gc.collect()
     gc.freeze()  # loaded objects stay: collecting them would unshare their pages
-    join_server = JoinServer(directory)
+    group = AsyncCoordinator(directory)
     processes = ProcessGroupSupervisor(
         directory,
-        in_child=join_server.abandon,
-        wait=join_server.poll,
+        in_child=group.abandon,
+        wait=group.poll,
         is_ending=lambda: stop.is_set,
     )
 
@@ -168,7 +166,7 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         topology.make_plan(runner, started_at=started_at)
 
     try:
-        join_server.publish(workers=devices, is_open=False)
+        group.publish(workers=devices, is_open=False)
         if not continues_attempt:
             processes.run_to_end(ManagedProcess("planner", make_plan))
         if stop.is_set:
@@ -181,12 +179,12 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
         runner.plan = plan
         run = _AsyncRun(runner, topology, options)
         run.continue_generations()
-        state = _train(processes, join_server, run, stop)
+        state = _train(processes, group, run, stop)
         # Workers finish their current ticket; unfinished tickets are handed out again.
         processes.end(patience_s=_LEAVE_S)
     finally:
         processes.end()
-        join_server.close()
+        group.close()
     if state is RunState.FINISHED:
         directory.remove(Area.SERVERS)
         directory.remove(Document.TARGET_WORKERS)
@@ -209,7 +207,7 @@ def _read_job(directory: RunStore) -> Job:
 
 
 def _train(
-    processes: ProcessGroupSupervisor, join_server: JoinServer, run: _AsyncRun, stop: StopRequest
+    processes: ProcessGroupSupervisor, group: AsyncCoordinator, run: _AsyncRun, stop: StopRequest
 ) -> RunState:
     coordinator = ManagedProcess("coordinator", run.run_coordinator, is_stoppable=True)
     shards: list[ManagedProcess] = []
@@ -220,17 +218,17 @@ def _train(
         if shards := shards or run.make_shards():
             run.resize(workers, processes)
         processes.keep_alive(*shards, *workers)
-        join_server.publish(
+        group.publish(
             workers=len(workers) or run.options.devices,
             is_open=bool(shards),
             layout=run.runner.plan.layout,
         )
         if not any(process.is_done for process in workers):
-            run.report_group(workers, join_server.list_workers())
+            run.report_group(workers, group.list_workers())
         if stop.is_set and coordinator.pid not in {0, reported}:
             reported = coordinator.pid
             os.kill(coordinator.pid, signal.SIGTERM)
-        join_server.poll(_POLL_S)
+        group.poll(_POLL_S)
         processes.reap()
     return RunState.STOPPED if coordinator.code == STOPPED else RunState.FINISHED
 

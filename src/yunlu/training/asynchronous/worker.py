@@ -15,11 +15,12 @@ from yunlu.runs.run_store import Area, require_local
 from yunlu.training import loop
 from yunlu.training.communication.servers.client import ServerClient
 from yunlu.training.communication.servers.engine_adapter import ServerOptimizer, ticket_batches
+from yunlu.training.determinism import seed_step
+from yunlu.training.device import open_device
 from yunlu.training.engine import Engine
-from yunlu.training.engine_builders import seed_step
 from yunlu.training.guard import StepVerdict, diverged
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
-from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.probe import probe_machine
 from yunlu.training.tasks.task import collate_for
 
@@ -35,14 +36,12 @@ if TYPE_CHECKING:
     from yunlu.training.communication.servers.rules import Ticket
     from yunlu.training.loop import Step
     from yunlu.training.single_worker import StepRequest
-    from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import Batch, TrainingInputs
 
 
 def fit_to_machine(plan: Plan, job: Job, *, slot: int, workers_here: int) -> Plan:
     """The plan for one device of this machine, whose cores are shared by ``workers_here`` workers."""
-    if plan.device == "cuda":
-        torch.cuda.set_device(slot % torch.cuda.device_count())
+    open_device(plan.device, slot)
     cores = (psutil.cpu_count() or 1) * plan.layout.world // max(workers_here, 1)
     plan = fit_plan(plan, job, plan.layout, cores=cores)
     torch.set_num_threads(plan.threads)

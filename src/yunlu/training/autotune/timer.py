@@ -12,6 +12,7 @@ from yunlu.core.errors import ModelError, YunluError
 from yunlu.training.compiler import compile_model, compiled_call, set_compiled_call
 from yunlu.training.data.batches import fetch, lengths_of, longest_samples, micro_indices
 from yunlu.training.data.sample_order import make_order
+from yunlu.training.device import synchronize
 from yunlu.training.memory.out_of_memory import is_out_of_memory
 from yunlu.training.optim.build import build_optimizer
 from yunlu.training.precision import Precision
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
     from yunlu.spec.optimizers import Kernel
-    from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import Batch, TrainingInputs
 
 _TIMED_S = 1.0
 _PASSES = 5
@@ -208,8 +208,7 @@ class ModelTimer:
     def _timed(self, run: Callable[[], Any]) -> float:
         started_at = perf_counter()
         run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return perf_counter() - started_at
 
 

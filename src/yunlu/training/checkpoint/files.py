@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.training.checkpoint.storage import MANIFEST, CheckpointStorage, LocalStorage
 from yunlu.training.tensor_slices import (
     ShardGroupReader,

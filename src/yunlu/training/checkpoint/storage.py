@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import fsspec
 
 from yunlu.core.errors import CheckpointError, missing_part
-from yunlu.core.files import sync_directory, sync_tree, write_atomically
-from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.files import (
+    make_directory,
+    open_private,
+    sync_directory,
+    sync_tree,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping

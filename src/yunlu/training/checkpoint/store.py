@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
-from yunlu.training.background import open_background
 from yunlu.training.checkpoint import files
 from yunlu.training.checkpoint.files import CheckpointReader, in_file_order
 from yunlu.training.checkpoint.storage import open_storage, step_of
+from yunlu.training.device import can_pin, message_device, wait_for_copies
 from yunlu.training.tensor_slices import TensorShard, TensorSlice
 
 if TYPE_CHECKING:
@@ -35,22 +36,42 @@ if TYPE_CHECKING:
     from yunlu.training.checkpoint.storage import CheckpointStorage
 
 
+def open_background(name: str) -> ThreadPoolExecutor:
+    """An executor with one thread that uses no OpenMP threads; called by the training thread.
+
+    OpenMP gives every thread with a large enough operation a pool of its own, one thread per core, and
+    keeps it. The process then has more threads than cores, and the training thread's pool no longer
+    spins while waiting: on two cores, the steps of a small model take twice as long from the first
+    checkpoint on.
+    """
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    count = torch.get_num_threads()
+    if count > 1:
+        pool.submit(_use_one_thread).result()
+        torch.set_num_threads(count)  # part of the setting is global to all threads
+    return pool
+
+
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # a thread inherits the global number at the first call
+    torch.set_num_threads(1)
+
+
 class HostBuffer:
     """One contiguous buffer, reused between saves: allocation costs more than the copy itself."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, *, is_pinned: bool = False) -> None:
         """Allocate at least ``nbytes``, and touch the pages."""
         if self._memory.numel() < nbytes:
-            self._memory = torch.zeros(
-                nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
+            self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A view into the buffer for each tensor; overwrites earlier contents."""
-        self.reserve(sum(tensor.nbytes for tensor in tensors.values()))
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.reserve(nbytes, is_pinned=can_pin(tensor.device for tensor in tensors.values()))
         views: dict[str, Tensor] = {}
         start = 0
         for name in in_file_order(tensors):
@@ -66,12 +87,9 @@ def copy_into(
     views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> None:
     """Copy the named tensors into the buffer, and wait for completion."""
-    is_cuda = False
     for name in names:
         views[name].copy_(tensors[name], non_blocking=True)
-        is_cuda |= tensors[name].is_cuda
-    if is_cuda:
-        torch.cuda.current_stream().synchronize()
+    wait_for_copies(tensors[name] for name in names)
 
 
 def _own_token() -> str:
@@ -167,7 +185,7 @@ def assign_writers(
 
 
 def _device(group: Any) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return message_device(group)
 
 
 PATIENCE_S = 600.0

@@ -14,8 +14,7 @@ import torch
 
 from yunlu.core.errors import TrainingError
 from yunlu.training.communication.error_feedback import redistribute_residuals
-from yunlu.training.communication.step_sync import decode_request, encode_request, sync_step
-from yunlu.training.single_worker import BUCKET_BYTES, StepTotals
+from yunlu.training.single_worker import BUCKET_BYTES, DIGESTS, StepTotals, total_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
-    from yunlu.training.communication.local.averaging import WeightAveraging
-    from yunlu.training.communication.local.sites import Site
+    from yunlu.training.communication.local_updates import Site, WeightAveraging
     from yunlu.training.communication.transport import Traffic
     from yunlu.training.parallel.world import World
     from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import Batch
+
 
 _NOTE_INTERVAL = 8
 """Steps that workers with local updates may be ahead of each other."""
@@ -365,3 +364,40 @@ class LocalUpdateCommunicator:
                 hint="Do their data sets differ? Each must see the same samples in the same order.",
             )
         return decode_request(received)
+
+
+_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
+
+
+def sync_step(world: World, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
+    """Sum the counts of a step over all workers, in one small collective."""
+    own = total_of(micros, request)
+    if world.layout.is_single:
+        return own
+    totals = [own.items, own.tokens, own.padding, own.samples, _signed(own.digest)]
+    counts = [*totals, encode_request(request)]
+    if world.coordinates.tp or world.coordinates.pp:
+        # Tensor- and pipeline-parallel workers use the same samples: count them once.
+        counts[:5] = [0] * 5
+    summed: list[int] = world.sum_over_all(torch.tensor(counts)).tolist()
+    items, tokens, padding, samples, digest, code = summed
+    return StepTotals(items, tokens, padding, samples, digest % DIGESTS, decode_request(code))
+
+
+def encode_request(request: StepRequest) -> int:
+    """Encode a request as a number that is summed over all workers."""
+    return _REQUEST_CODES[request]
+
+
+def decode_request(total: int) -> StepRequest:
+    """Strongest request in a sum of encoded requests."""
+    if total >= _REQUEST_CODES["stop"]:
+        return "stop"
+    if total >= _REQUEST_CODES["pause"]:
+        return "pause"
+    return "relink" if total else ""
+
+
+def _signed(number: int) -> int:
+    number %= DIGESTS
+    return number - DIGESTS if number >= DIGESTS // 2 else number

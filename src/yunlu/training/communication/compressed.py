@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yunlu.training.communication.allreduce import direct_allreduce
 from yunlu.training.communication.allreducer import ThreadedAllReducer
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.error_feedback import (
     ErrorFeedback,
     OwnerPart,
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from yunlu.training.communication.codecs.codec import Codec
     from yunlu.training.communication.powersgd import MatrixSlice
-    from yunlu.training.communication.transport import Transport
-    from yunlu.training.communication.transport_session import TransportSession
+    from yunlu.training.communication.transport import Transport, TransportSession
 
 _ALIGNED = 512
 """Alignment of parts: only the last block of a tensor is short."""

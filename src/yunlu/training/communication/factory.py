@@ -9,15 +9,24 @@ from yunlu.core.settings import read_site
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.planning.communication.step_forecast import MethodSetting
 from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
-from yunlu.training.communication.allreducer import ThreadedAllReducer, TorchAllReducer
-from yunlu.training.communication.buckets import matrices_of
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.allreducer import (
+    ThreadedAllReducer,
+    TorchAllReducer,
+    split_buckets,
+    starts_of,
+)
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.communicator import LocalUpdateCommunicator, SyncCommunicator
 from yunlu.training.communication.compressed import make_compressed_allreducer
-from yunlu.training.communication.local.averaging import WeightAveraging
-from yunlu.training.communication.local.rules import METHODS, LocalRules
-from yunlu.training.communication.local.site_follower import SiteFollower
-from yunlu.training.communication.local.sites import Site, group_by_site
+from yunlu.training.communication.local_updates import (
+    METHODS,
+    LocalRules,
+    Site,
+    SiteFollower,
+    WeightAveraging,
+    group_by_site,
+)
+from yunlu.training.communication.powersgd import MatrixSlice, as_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,3 +192,13 @@ def _without_key(allreduce: AllReduceFunction) -> Callable[[Transport, Tensor, i
         allreduce(transport, flat, tag=tag)
 
     return run
+
+
+def matrices_of(weights: Sequence[nn.Parameter], bucket_bytes: int) -> dict[int, list[MatrixSlice]]:
+    """Matrices in the buckets of these weights."""
+    matrices: dict[int, list[MatrixSlice]] = {}
+    for number, group in enumerate(split_buckets(weights, bucket_bytes)):
+        starts, _ = starts_of(group)
+        candidates = [as_matrix(start, weight) for weight, start in zip(group, starts, strict=True)]
+        matrices[number] = [matrix for matrix in candidates if matrix is not None]
+    return matrices

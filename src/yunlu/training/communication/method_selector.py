@@ -1,47 +1,113 @@
-"""Choice of the communication method, repeated when the links change."""
+"""Choice of the communication method, repeated when the links change.
+
+Where predicted costs are close, two methods are timed and the faster is kept.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from yunlu.core.errors import JobError
-from yunlu.planning.communication.measurements import SharedWork
-from yunlu.planning.communication.method_choice import MethodQuery, Pinned, choose
-from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
-from yunlu.planning.communication.step_forecast import MethodSetting
-from yunlu.planning.communication.straggler_exclusion import find_stragglers_to_exclude
-from yunlu.planning.communication.switching import (
+from yunlu.planning.communication.method_choice import (
     LinkMonitor,
+    MethodQuery,
+    Pinned,
+    choose,
     find_faster_method,
+    find_stragglers_to_exclude,
     renew,
     should_switch,
 )
+from yunlu.planning.communication.methods import BEFORE_ONE_BIT, METHODS, PACKINGS, keeps
+from yunlu.planning.communication.step_forecast import MethodSetting
+from yunlu.planning.communication.timing import CodecCost, SharedWork
 from yunlu.runs.events import CommunicationChosen, MeasuredLinks
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.communicator import SyncCommunicator
-from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
 from yunlu.training.communication.factory import open_communicator, start_step_of
 from yunlu.training.communication.links import measure_links
-from yunlu.training.communication.local.rules import METHODS as LOCAL_RULES
-from yunlu.training.communication.timed_comparison import TimedComparison
+from yunlu.training.communication.local_updates import METHODS as LOCAL_RULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
 
-    from yunlu.planning.communication.measurements import WireFigures
     from yunlu.planning.communication.method_choice import MethodDecision
+    from yunlu.planning.communication.step_forecast import StepForecast
+    from yunlu.planning.communication.timing import WireFigures
     from yunlu.planning.plan import Plan
     from yunlu.spec.communication import CommunicationSpec
     from yunlu.spec.job import Job
+    from yunlu.training.communication.codecs.codec import Codec
     from yunlu.training.communication.communicator import Communicator, ExpectedStep
-    from yunlu.training.communication.compute_pace import ComputePace
+    from yunlu.training.communication.engine_communication import ComputePace
     from yunlu.training.parallel.world import World
+
+
+_WARMUP_STEPS = 4
+"""Steps after a switch that are not timed: connections and caches are cold."""
+_TIMED_STEPS = 8
+STEPS_PER_METHOD = _WARMUP_STEPS + _TIMED_STEPS
+"""Steps with each of the two."""
+
+
+class TimedComparison:
+    """Each worker times its own steps; all compare after the same step and decide alike.
+
+    Args:
+        first: The method in use.
+        second: The method that may be as fast.
+        step: Completed steps at the start.
+    """
+
+    def __init__(self, first: StepForecast, second: StepForecast, *, step: int) -> None:
+        self.first, self.second = first, second
+        self._began_step = step
+        self._step_ends: list[float] = []
+        self._medians: list[float] = []
+        self.step_s: tuple[float, float] | None = None
+        """Step time with each of them, averaged over the workers; None until the end."""
+
+    def advance(self, world: World, step: int) -> Literal["continue", "switch", "done"]:
+        """Called by all workers before each step; what to do before it."""
+        self._step_ends.append(perf_counter())
+        if step < self._began_step + STEPS_PER_METHOD:
+            return "continue"
+        spans = [
+            late - early for early, late in zip(self._step_ends, self._step_ends[1:], strict=False)
+        ]
+        self._medians.append(median(spans[-_TIMED_STEPS:]))
+        self._step_ends, self._began_step = [], step
+        if len(self._medians) == 1:
+            return "switch"
+        sums = world.sum_over_all(torch.tensor(self._medians, dtype=torch.float64))
+        first_s, second_s = (sums / world.layout.world).tolist()
+        self.step_s = first_s, second_s
+        return "done"
+
+    @property
+    def winner(self) -> StepForecast:
+        """The method with the faster steps."""
+        assert self.step_s is not None
+        return self.first if self.step_s[0] <= self.step_s[1] else self.second
+
+    def describe(self) -> str:
+        """Result as text."""
+        assert self.step_s is not None
+        times = zip((self.first, self.second), self.step_s, strict=True)
+        times_text = " and ".join(
+            f"{forecast.setting.name} {s * 1e3:.4g} ms" for forecast, s in times
+        )
+        return f"{self.winner.setting.name}: timed, {times_text} a step"
+
 
 _BACKWARD_SHARE = 0.6
 _SLOW_BYTES_PER_S = 60e6
@@ -401,3 +467,72 @@ def _memory_steps(job: Job) -> int:
 
 def _allreduce_bytes(count: int) -> None:
     dist.all_reduce(torch.zeros(max(count // 4, 1)))
+
+
+_FEW, _MANY = 1 << 10, 1 << 18
+_TRIALS = 3
+
+
+def measure_codecs(
+    names: Iterable[str], make_codec: Callable[[str], Codec]
+) -> tuple[CodecCost, ...]:
+    """Seconds per value of each codec, the best of a few trials."""
+    return tuple(_measure(name, make_codec(name)) for name in names)
+
+
+def measure_adding() -> float:
+    """Bytes per second of adding one array to another."""
+    total, share = (np.ones(_MANY, dtype=np.float32) for _ in range(2))
+    return total.nbytes / _best(lambda: np.add(total, share, out=total))
+
+
+def measure_low_rank(rank: int = 4) -> CodecCost:
+    """Cost of PowerSGD per matrix element: two products, and the reconstruction."""
+    side = 512
+    matrix = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    thin = torch.linalg.qr(matrix[:, :rank])[0]
+
+    def pack() -> Tensor:
+        first, _ = torch.linalg.qr(matrix @ thin)
+        return matrix.T @ first
+
+    def restore() -> Tensor:
+        return thin @ thin.T
+
+    return CodecCost(
+        name="powersgd",
+        bytes_per_value=8 * rank / side,
+        encode_s_per_value=_best(pack) / side**2,
+        decode_s_per_value=_best(restore) / side**2,
+    )
+
+
+def _measure(name: str, codec: Codec) -> CodecCost:
+    spans = {count: _time(codec, count) for count in (_FEW, _MANY)}
+    (few_packed, few_unpacked), (packed, unpacked) = spans[_FEW], spans[_MANY]
+    more = _MANY - _FEW
+    return CodecCost(
+        name=name,
+        bytes_per_value=codec.size_bytes(_MANY) / _MANY,
+        encode_s_per_value=max(packed - few_packed, 0.0) / more,
+        decode_s_per_value=max(unpacked - few_unpacked, 0.0) / more,
+        call_s=(few_packed + few_unpacked) / 2,
+    )
+
+
+def _time(codec: Codec, count: int) -> tuple[float, float]:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    data = torch.zeros(codec.size_bytes(count), dtype=torch.uint8)
+    total = torch.zeros(count)
+    packed = _best(lambda: codec.encode(values, data, seed=1))
+    return packed, _best(lambda: codec.decode(data, total, add=True))
+
+
+def _best(run: Callable[[], object]) -> float:
+    run()  # warm up memory and threads
+    spans: list[float] = []
+    for _ in range(_TRIALS):
+        began = time.perf_counter()
+        run()
+        spans.append(time.perf_counter() - began)
+    return min(spans)

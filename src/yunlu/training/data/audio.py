@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from yunlu.core.errors import DataError, missing_part
-from yunlu.core.limits import check_sample_rate, over_limit
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import check_sample_rate, over_limit, read_limits
 from yunlu.training.data.table import FileRef
 
 if TYPE_CHECKING:

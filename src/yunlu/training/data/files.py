@@ -14,10 +14,8 @@ from fsspec.compression import compr
 from fsspec.registry import known_implementations
 from fsspec.utils import infer_compression
 
-from yunlu.core.decompress import read_bounded
 from yunlu.core.errors import DataError, MissingPartError, YunluError, did_you_mean, missing_part
-from yunlu.core.limits import check_memory
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import check_memory, read_bounded, read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from yunlu.core.errors import DataError, missing_part
-from yunlu.core.limits import over_limit
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import over_limit, read_limits
 from yunlu.training.data.table import Column, FileRef
 
 if TYPE_CHECKING:

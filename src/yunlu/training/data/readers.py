@@ -14,11 +14,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from yunlu.core.decompress import check_archive
 from yunlu.core.errors import DataError
-from yunlu.core.json_decode import decode_json
-from yunlu.core.limits import FileLimits, check_memory, check_shape, check_unpacked
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import (
+    FileLimits,
+    check_archive,
+    check_memory,
+    check_shape,
+    check_unpacked,
+    decode_json,
+    read_limits,
+)
 from yunlu.training.data.table import AudioRef, ImageRef, as_column, parse_cells
 
 if TYPE_CHECKING:

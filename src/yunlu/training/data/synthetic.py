@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yunlu.core.errors import DataError, MissingPartError, did_you_mean
-from yunlu.core.files import write_atomically
-from yunlu.core.private_files import make_directory
+from yunlu.core.files import make_directory, write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.training.data.audio import read_audio
 from yunlu.training.data.table import DataTable

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError
-from yunlu.core.json_decode import read_json
+from yunlu.core.limits import read_json
 from yunlu.training.data.table import FileRef
 from yunlu.training.data.tokenizer import exported_tokenizer
 from yunlu.training.models.hf import find_hf_directory, is_hf, names_hf

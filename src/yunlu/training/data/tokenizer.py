@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from yunlu.core.errors import DataError, ModelError, missing_part
-from yunlu.core.json_decode import read_json
+from yunlu.core.limits import read_json
 from yunlu.training.models.hf import find_hf_directory, names_hf
 from yunlu.training.models.initial_weights import base_directory
 

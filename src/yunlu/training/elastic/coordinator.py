@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from yunlu.core.settings import read_settings
 from yunlu.runs.events import StateChanged, WarningRaised
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.generations import GenerationPlan, plan_generation
+from yunlu.training.elastic.group_coordinator import GroupCoordinator
 from yunlu.training.elastic.membership import (
     LOCAL,
-    Membership,
+    GenerationPlan,
     NodeRecord,
     WorkerRecord,
     is_stopped,
+    plan_generation,
 )
 from yunlu.training.elastic.messages import (
     Assignment,
-    ClientHello,
     Done,
     Exited,
     Failed,
@@ -33,17 +31,14 @@ from yunlu.training.elastic.messages import (
     LayoutsPlanned,
     Leave,
     LeaveNotice,
-    LocateRun,
     Message,
     NodeHello,
     Pause,
     Paused,
-    Ping,
     Prepared,
     RankAssignment,
     Ready,
     Reply,
-    Resize,
     Stop,
     StoreHosted,
     StoreLocated,
@@ -55,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yunlu.core.value import Value
-    from yunlu.planning.layout import Layout
-    from yunlu.training.elastic.control_server import ControlConnection, ControlServer
+    from yunlu.planning.layouts import Layout
+    from yunlu.training.elastic.control_channel import ControlConnection, ControlServer
     from yunlu.training.elastic.event_reporter import EventReporter
     from yunlu.training.elastic.watchdog import HealthVerdict
 
@@ -88,7 +83,7 @@ class RunOutcome:
     """The run continues with asynchronous workers."""
 
 
-class Coordinator:
+class Coordinator(GroupCoordinator):
     """Assign ranks, start and replace workers, and form one generation after another.
 
     ``Supervisor`` owns the process, the lock and the loop; it passes on messages, lost connections and ticks.
@@ -105,7 +100,7 @@ class Coordinator:
         start_node: Callable[[], None],
         save: Callable[[], None],
     ) -> None:
-        self.server = server
+        super().__init__(reporter.run, server, devices=devices)
         self.reporter = reporter
         self.spares = spares
         self.plan_only = plan_only
@@ -114,8 +109,6 @@ class Coordinator:
         """Writes the journal."""
         self.is_dirty = False
         """The journal is out of date; it is written at the next tick."""
-        self.membership = Membership(nodes={LOCAL: NodeRecord(name=LOCAL, wanted=devices)})
-        self._patience = read_settings().patience
         self.watchdog = Watchdog(Deadlines().scaled(self._patience))
         self.stage: Stage = "planning"
         self.generation = 0
@@ -133,7 +126,6 @@ class Coordinator:
         self._start_failures = 0
         self._stage_at = time.monotonic()
         self._watched_at = 0.0
-        self._pinged_at = 0.0
         self._ticked_at = self._stage_at
         self._node_failures = 0
         """Consecutive exits of the local node before it was ready."""
@@ -142,38 +134,16 @@ class Coordinator:
     # Events.
 
     def handle_message(self, connection: ControlConnection, message: Message) -> None:
-        """Handle one message."""
-        sender = self.membership.by_connection(connection)
-        match message:
-            case WorkerHello():
-                self._register_worker(connection, message)
-            case NodeHello():
-                self._register_node(connection, message)
-            case ClientHello() | Ping():
-                if isinstance(sender, NodeRecord):
-                    self.watchdog.observe_node(sender.name, at=time.monotonic())
-            case Resize():
-                self.server.send(connection, self._resize(message.devices))
-            case LocateRun():
-                path = self.reporter.run.address
-                self.server.send(connection, Reply(is_accepted=True, text=path))
-            case _ if isinstance(sender, WorkerRecord):
-                self._handle_worker(sender, message)
-            case _ if isinstance(sender, NodeRecord):
-                self._handle_node(sender, message)
-            case _:
-                self.server.close(connection)
+        """Handle one message, and what follows from it."""
+        if isinstance(message, WorkerHello):
+            self._register_worker(connection, message)
+        else:
+            super().handle_message(connection, message)
         self._advance()
 
     def connection_lost(self, connection: ControlConnection) -> None:
-        """Handle a closed connection."""
-        sender = self.membership.by_connection(connection)
-        if isinstance(sender, WorkerRecord):
-            sender.connection = None
-            if sender.is_present:
-                self._lose_worker(sender, "left" if sender.is_leaving else "killed", "")
-        elif isinstance(sender, NodeRecord):
-            self._lose_node(sender)
+        """Handle a closed connection, and what follows from it."""
+        super().connection_lost(connection)
         self._advance()
 
     def tick(self) -> None:
@@ -183,10 +153,7 @@ class Coordinator:
         if now - self._watched_at >= 0.25:
             self._watched_at = now
             self._check_health(now)
-        if now - self._pinged_at >= 1:
-            self._pinged_at = now
-            for record in [*self.membership.workers.values(), *self.membership.nodes.values()]:
-                self.server.send(record.connection, Ping())
+        if self.ping(now):
             self.reporter.write_metrics(self.membership, self.generation)
         self.reporter.flush_faults(now)
         self._restart_node(now)
@@ -333,41 +300,14 @@ class Coordinator:
 
     # Nodes.
 
-    def _register_node(self, connection: ControlConnection, hello: NodeHello) -> None:
-        node = self.membership.nodes.get(hello.node)
-        if text := self._refusal(node, hello):
-            self.server.send(connection, Reply(is_accepted=False, text=text))
-            self.server.send(connection, Leave())
-            return
-        if node is None:
-            node = NodeRecord(name=hello.node, wanted=hello.devices)
-            self.membership.nodes[node.name] = node
-        node.connection, node.host, node.pid, node.is_ready = (
-            connection,
-            hello.host,
-            hello.pid,
-            False,
-        )
-        for worker in self.membership.with_status("gone", node=node.name):
-            # Declared lost while the node was cut off: it may still hold its device.
-            self.server.send(connection, Kill(worker=worker.number))
-        self.is_dirty = True
+    def _hear(self, node: NodeRecord) -> None:
+        self.watchdog.observe_node(node.name, at=time.monotonic())
 
-    def _refusal(self, node: NodeRecord | None, hello: NodeHello) -> str | None:
-        """Why a node is rejected, if it is. One that reconnects is the same process."""
-        is_local = hello.node == LOCAL
-        if is_local and hello.host != socket.gethostname():
-            return f"{LOCAL!r} is the name of the supervisor's own node"
-        if hello.devices < 1 and not is_local:
-            return f"devices must be at least 1, not {hello.devices}"
-        if node is None or node.connection is None or node.connection.is_closed:
-            return None
-        is_same = (node.host, node.pid) == (hello.host, hello.pid)
-        return None if is_same else f"the run already has a node named {hello.node!r}"
+    def _admit(self, node: NodeRecord, hello: NodeHello) -> None:  # noqa: ARG002
+        self.is_dirty = True
 
     def _handle_node(self, node: NodeRecord, message: Message) -> None:
         now = time.monotonic()
-        self.watchdog.observe_node(node.name, at=now)
         match message:
             case Prepared():
                 node.is_ready = True
@@ -777,6 +717,10 @@ class Coordinator:
                 )
         elif was == "busy" and self.stage != "adopting":
             self._begin_halt(f"worker {worker.number} (rank {worker.rank}) was {what}", now)
+
+    def _lose_worker_link(self, worker: WorkerRecord) -> None:
+        if worker.is_present:
+            self._lose_worker(worker, "left" if worker.is_leaving else "killed", "")
 
     def _dismiss(self, worker: WorkerRecord) -> None:
         """Ask a worker to exit; its exit is not a fault."""

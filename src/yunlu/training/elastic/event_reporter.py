@@ -15,7 +15,7 @@ from yunlu.runs.run_store import Log
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from yunlu.planning.layout import Layout
+    from yunlu.planning.layouts import Layout
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
     from yunlu.training.elastic.membership import Membership, WorkerRecord

@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 from yunlu.core.settings import worker_environment
+from yunlu.hardware.accelerators import worker_defaults
 
 ASYNC_SUPERVISOR = "yunlu.training.asynchronous.supervisor"
 """Main module of an asynchronous run; it takes the place of the elastic supervisor."""
@@ -27,7 +28,7 @@ def exec_module(module: str, *arguments: str, bind: str | None = None) -> NoRetu
     signal.set_wakeup_fd(-1)
     sys.stdout.flush()
     sys.stderr.flush()
-    environment = worker_environment(threads=1)
+    environment = worker_defaults() | worker_environment(threads=1)
     if bind is not None:
         environment.setdefault("YUNLU_BIND", bind)
     command = [sys.executable, "-m", module, *arguments]

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from yunlu.core.errors import YunluError
 from yunlu.core.framing import FrameError, encode_frame
 from yunlu.core.value import Value
-from yunlu.planning.layout import Layout, RankCoordinates
+from yunlu.planning.layouts import Layout, RankCoordinates
 
 Ending = Literal["finished", "stopped", "async"]
 """``async``: the run continues with asynchronous workers."""

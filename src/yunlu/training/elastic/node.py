@@ -1,4 +1,4 @@
-"""Node agent: loads data and model once per machine and forks workers."""
+"""Node agents: one process per machine that loads data and model once and forks workers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch
 import torch.utils._device  # pyright: ignore[reportUnusedImport] - needed by every group: loaded before the fork
 
 from yunlu.core.errors import TrainingError
-from yunlu.core.json_decode import decode_json
-from yunlu.core.private_process import make_process_private
+from yunlu.core.limits import decode_json
 from yunlu.core.processes import ForkedProcesses, SignalPipe, start_time
+from yunlu.core.secrets import make_process_private
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
 from yunlu.runs.worker_group import LOCAL, read_worker_group
-from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
+from yunlu.training.elastic.control_channel import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.exec_module import ASYNC_NODE, exec_module
 from yunlu.training.elastic.messages import (
     Exited,
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from yunlu.core.value import Value
-    from yunlu.planning.layout import Layout
+    from yunlu.planning.layouts import Layout
     from yunlu.runs.run_store import RunStore
 
 _TICK_S = 0.25
 _QUIET_S = 3.0
 """The supervisor sends a ping every second: a remote node that receives none was cut off and
 reconnects. By then the supervisor has given it up, so closing the connection loses nothing."""
-_WAIT_S = 600.0
-"""Time to look for the supervisor; a node holds no device."""
+WAIT_S = 600.0
+"""Time to look for the supervisor; a node that is not its own holds no device, or goes on when the run is resumed."""
 _LEAVE_S = 6.0
 
 
@@ -72,22 +72,123 @@ def run_node(
     body: Callable[[WorkerAgent, Parts], None],
 ) -> int:
     """Command line of a node; ``yunlu.training.elastic`` describes the three functions."""
-    parser = argparse.ArgumentParser(prog="yunlu node")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    options = parser.parse_args()
-    make_process_private()
-    # fork() does not copy threads: torch must not have started any.
-    torch.set_num_threads(1)
-    node = NodeAgent(
+    options = start_node_process(node_arguments("yunlu node"))
+    node = ElasticNodeAgent(
         open_run(options.run), options.node, options.devices, prepare=prepare, plan=plan, body=body
     )
     return node.run()
 
 
+def node_arguments(name: str) -> argparse.ArgumentParser:
+    """Command line of the main module of a node."""
+    parser = argparse.ArgumentParser(prog=name)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--devices", type=int, required=True)
+    return parser
+
+
+def start_node_process(arguments: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line and make the process fit to fork."""
+    options = arguments.parse_args()
+    make_process_private()
+    # fork() does not copy threads: torch must not have started any.
+    torch.set_num_threads(1)
+    return options
+
+
+def print_to_log(run: RunStore, name: str) -> None:
+    """In a forked child: write its output to a log of the run."""
+    with require_local(run).open_text_log(f"{Area.LOGS}/{name}.log") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
 class NodeAgent:
-    """Single-threaded, because it forks."""
+    """A node of any worker group: registers, stays in touch, reports, and is dismissed or refused.
+
+    Single-threaded, because it forks.
+    """
+
+    def __init__(self, run: RunStore, name: str, devices: int, client: ControlClient) -> None:
+        self.store, self.name, self.devices = run, name, devices
+        self._client = client
+        self._is_dismissed = False
+        self._is_refused = False
+        self._successor = ""
+        """Main module that this process execs at the end."""
+
+    def _connect(self) -> bool:
+        """Try to register with the current coordinator."""
+        return self._client.connect(
+            NodeHello(
+                node=self.name,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                process_started_at=start_time(),
+                devices=self.devices,
+            )
+        )
+
+    def _stay_in_touch(self) -> None:
+        """Handle what comes within a moment, and show that this node is there."""
+        try:
+            self._wait(_TICK_S)
+            self._client.send(Ping())
+            self._client.check_quiet()
+        except ControlLostError:
+            self._client.drop()
+
+    def _wait(self, wait_s: float) -> None:
+        connection = self._client.connection
+        watched = self._watched()
+        watched += [] if connection is None else [connection]
+        readable, _, _ = select.select(watched, [], [], wait_s)
+        self._serve(readable)
+        if connection is not None and connection in readable:
+            for message in self._client.receive():
+                self._handle(message)
+
+    def _watched(self) -> list[Any]:
+        """What to wait for besides messages."""
+        return []
+
+    def _serve(self, readable: list[Any]) -> None:
+        """Serve what was waited for besides messages."""
+
+    def _is_abandoned(self, wait_s: float) -> bool:
+        """Whether the run ended, or its coordinator was looked for in vain."""
+        if self._client.is_up:
+            return False
+        lost_s = time.monotonic() - self._client.lost_at
+        return lost_s > wait_s or (lost_s > 1 and self._client.is_over())
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Leave():
+                self._is_dismissed, self._successor = True, message.successor
+            case Reply() if not message.is_accepted:
+                sys.stderr.write(f"the run rejected this node: {message.text}\n")
+                self._is_refused = self._is_dismissed = True
+            case _:
+                pass
+
+    def _send(self, message: Value) -> None:
+        """Send, if connected; what is lost is told again by the next registration."""
+        try:
+            self._client.send(message)
+        except ControlLostError:
+            self._client.drop()
+
+    def _close_inherited(self) -> None:
+        """In a forked child: close the node's connection."""
+        with suppress(OSError):
+            if self._client.connection is not None:
+                self._client.connection.close()
+
+
+class ElasticNodeAgent(NodeAgent):
+    """Forks the workers and the planner that the coordinator asks for."""
 
     def __init__(
         self,
@@ -99,22 +200,16 @@ class NodeAgent:
         plan: Callable[[RunStore, Any, int], Mapping[int, Layout]],
         body: Callable[[WorkerAgent, Any], None],
     ) -> None:
-        self.store = run
-        self.name = name
-        self.devices = devices
-        self._prepare, self._plan, self._body = prepare, plan, body
         quiet_s = _QUIET_S * read_settings().patience
-        self._client = ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=quiet_s)
+        client = ControlClient(run) if name == LOCAL else ControlClient(run, quiet_s=quiet_s)
+        super().__init__(run, name, devices, client)
+        self._prepare, self._plan, self._body = prepare, plan, body
         self._parts: Any = None
         self._children = ForkedProcesses[int]()
         """Worker numbers; -1 for the planner."""
         self._plan_pipe: int | None = None
         self._plan_json = b""
         self._is_leaving = False
-        self._is_dismissed = False
-        self._is_refused = False
-        self._successor = ""
-        """Main module that this process execs at the end."""
         self._signals = SignalPipe()
 
     def run(self) -> int:
@@ -143,49 +238,30 @@ class NodeAgent:
 
     def _register(self) -> bool:
         deadline = time.monotonic() + GIVE_UP_S
-        while not self._client.connect(self._hello()):
+        while not self._connect():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
         return True
-
-    def _hello(self) -> NodeHello:
-        return NodeHello(
-            node=self.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            process_started_at=start_time(),
-            devices=self.devices,
-        )
 
     def _poll(self) -> None:
         if not self._client.is_up and not self._reconnect():
             self._wait(0.05)
             self._reap()
             return
-        try:
-            self._wait(_TICK_S)
-            self._client.send(Ping())
-            self._client.check_quiet()
-        except ControlLostError:
-            self._client.drop()
+        self._stay_in_touch()
         self._reap()
         if self._is_leaving and not self._children.running:
             self._is_dismissed = True
 
-    def _wait(self, wait_s: float) -> None:
-        connection = self._client.connection
-        watched: list[Any] = [self._signals]
-        watched += [] if connection is None else [connection]
-        watched += [] if self._plan_pipe is None else [self._plan_pipe]
-        readable, _, _ = select.select(watched, [], [], wait_s)
+    def _watched(self) -> list[Any]:
+        return [self._signals, *([] if self._plan_pipe is None else [self._plan_pipe])]
+
+    def _serve(self, readable: list[Any]) -> None:
         if self._signals in readable:
             self._handle_signals()
         if self._plan_pipe in readable:
             self._read_plan()
-        if connection is not None and connection in readable:
-            for message in self._client.receive():
-                self._handle(message)
 
     def _reconnect(self) -> bool:
         group = read_worker_group(self.store)
@@ -193,12 +269,10 @@ class NodeAgent:
             # The run became asynchronous while this node was disconnected.
             self._is_dismissed, self._successor = True, ASYNC_NODE
             return False
-        if self._client.connect(self._hello()):
+        if self._connect():
             self._send(Prepared())
             return True
-        lost_s = time.monotonic() - self._client.lost_at
-        wait_s = GIVE_UP_S if self.name == LOCAL else _WAIT_S
-        if lost_s > wait_s or (lost_s > 1 and self._client.is_over()):
+        if self._is_abandoned(GIVE_UP_S if self.name == LOCAL else WAIT_S):
             self._is_dismissed = True
         self._client.restart_supervisor(after_s=1.5)
         return False
@@ -211,13 +285,8 @@ class NodeAgent:
                 for pid, worker in self._children.running.items():
                     if worker == message.worker:
                         os.kill(pid, signal.SIGKILL)
-            case Leave():
-                self._is_dismissed, self._successor = True, message.successor
-            case Reply() if not message.is_accepted:
-                sys.stderr.write(f"the run rejected this node: {message.text}\n")
-                self._is_refused = self._is_dismissed = True
             case _:
-                pass
+                super()._handle(message)
 
     def _handle_signals(self) -> None:
         if signal.SIGTERM in self._signals.take() and not self._is_leaving:
@@ -236,22 +305,16 @@ class NodeAgent:
 
     def _run_child(self, request: Fork, writer: int | None) -> int:
         self._signals.close()
-        if self._client.connection is not None:
-            self._client.connection.close()
+        self._close_inherited()
         if writer is not None:
             return self._make_plan(writer)
-        self._redirect(request.worker)
+        print_to_log(self.store, f"worker-{request.worker}")
         return run_worker_agent(
             request.worker,
             node=self.name,
             run=self.store,
             body=lambda worker: self._body(worker, self._parts),
         )
-
-    def _redirect(self, worker: int) -> None:
-        with require_local(self.store).open_text_log(f"{Area.LOGS}/worker-{worker}.log") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
 
     def _make_plan(self, writer: int) -> int:
         try:
@@ -288,12 +351,6 @@ class NodeAgent:
     def _report_exit(self, worker: int, code: int) -> None:
         if worker >= 0:
             self._send(Exited(worker=worker, code=code))
-
-    def _send(self, message: Value) -> None:
-        try:
-            self._client.send(message)
-        except ControlLostError:
-            self._client.drop()
 
     def _shut_down(self) -> int:
         """Give dismissed children a moment to exit, then kill them."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -20,8 +19,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from yunlu.core.addresses import bind_address
-from yunlu.core.private_process import make_process_private
 from yunlu.core.processes import (
     SignalPipe,
     process_began_at,
@@ -29,24 +26,21 @@ from yunlu.core.processes import (
     start_time,
     stop_process,
 )
+from yunlu.core.secrets import make_process_private
 from yunlu.core.settings import worker_environment
-from yunlu.planning.layout import Layout
+from yunlu.hardware.accelerators import worker_defaults
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Claim, Document, HeldClaim
 from yunlu.runs.states import RunState
-from yunlu.runs.worker_group import (
-    GroupWorker,
-    WorkerGroup,
-    read_worker_group,
-    write_worker_group,
-)
+from yunlu.runs.worker_group import GroupWorker, read_worker_group
 from yunlu.training.attempt import read_attempts
-from yunlu.training.elastic.control_client import run_is_over
-from yunlu.training.elastic.control_server import ControlServer
+from yunlu.training.elastic.control_channel import run_is_over
 from yunlu.training.elastic.coordinator import Coordinator, RunOutcome
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.exec_module import ASYNC_NODE, ASYNC_SUPERVISOR, exec_module
+from yunlu.training.elastic.group_coordinator import open_control_server
 from yunlu.training.elastic.membership import LOCAL, NodeRecord, WorkerRecord
 from yunlu.training.elastic.messages import Halt, Leave, as_failure
 
@@ -55,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from yunlu.runs.run_store import RunStore
+    from yunlu.runs.worker_group import WorkerGroup
 
 NODE_MODULE = "yunlu.training.topology.elastic"
 """Main module of a node, started by name: the supervisor itself does not import torch."""
@@ -132,9 +127,7 @@ class Supervisor:
         plan_only: bool,
     ) -> None:
         self.directory = directory
-        self._token = before.token if before else secrets.token_urlsafe(32)
-        self._host = bind_address()
-        self._server = ControlServer(self._host, self._token)
+        self._server = open_control_server(before.token if before else None)
         self._node_module = before.node_module if before else node_module
         self._node: subprocess.Popen[bytes] | None = None
         self._started_at = start_time()
@@ -234,36 +227,26 @@ class Supervisor:
 
     def _save(self) -> None:
         coordinator = self.coordinator
-        write_worker_group(
-            self.directory,
-            WorkerGroup(
-                host=self._host,
-                port=self._server.port,
-                token=self._token,
-                pid=os.getpid(),
-                process_started_at=self._started_at,
-                node_module=self._node_module,
-                generation=coordinator.generation,
-                target=coordinator.membership.target,
-                wanted={node.name: node.wanted for node in coordinator.membership.nodes.values()},
-                spares=coordinator.spares,
-                next_worker=coordinator.membership.next_worker,
-                layouts={n: saved.model_dump() for n, saved in coordinator.layouts.items()},
-                history={n: saved.model_dump() for n, saved in coordinator.history.items()},
-                workers=tuple(
-                    GroupWorker(
-                        number=worker.number,
-                        node=worker.node,
-                        host=worker.host,
-                        pid=worker.pid,
-                        process_started_at=worker.process_started_at,
-                        rank=worker.rank,
-                    )
-                    for worker in coordinator.membership.with_status(
-                        "starting", "idle", "busy", "paused"
-                    )
-                    if worker.pid
-                ),
+        coordinator.publish_group(
+            node_module=self._node_module,
+            generation=coordinator.generation,
+            spares=coordinator.spares,
+            next_worker=coordinator.membership.next_worker,
+            layouts={n: saved.model_dump() for n, saved in coordinator.layouts.items()},
+            history={n: saved.model_dump() for n, saved in coordinator.history.items()},
+            workers=tuple(
+                GroupWorker(
+                    number=worker.number,
+                    node=worker.node,
+                    host=worker.host,
+                    pid=worker.pid,
+                    process_started_at=worker.process_started_at,
+                    rank=worker.rank,
+                )
+                for worker in coordinator.membership.with_status(
+                    "starting", "idle", "busy", "paused"
+                )
+                if worker.pid
             ),
         )
 
@@ -294,7 +277,7 @@ class Supervisor:
         arguments = [sys.executable, "-m", self._node_module, self.directory.address]
         self._node = start_process(
             [*arguments, "--node", LOCAL, "--devices", devices],
-            environment=worker_environment(threads=1),
+            environment=worker_defaults() | worker_environment(threads=1),
         )
 
     def _listen_to_signals(self) -> None:

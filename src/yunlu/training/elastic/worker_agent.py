@@ -25,7 +25,7 @@ from yunlu.core.processes import SignalPipe, start_time
 from yunlu.core.secure_link import derive_secret
 from yunlu.core.settings import read_settings
 from yunlu.training.attempt import as_user_error
-from yunlu.training.elastic.control_client import GIVE_UP_S, ControlClient, ControlLostError
+from yunlu.training.elastic.control_channel import GIVE_UP_S, ControlClient, ControlLostError
 from yunlu.training.elastic.messages import (
     Assignment,
     Done,
@@ -45,10 +45,15 @@ from yunlu.training.elastic.messages import (
     WorkerHello,
     as_failure,
 )
-from yunlu.training.parallel.gloo_listeners import close_listeners
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
-from yunlu.training.parallel.sockets import Socket, is_connection_error, open_sockets, shut_since
+from yunlu.training.parallel.sockets import (
+    Socket,
+    close_listeners,
+    is_connection_error,
+    open_sockets,
+    shut_since,
+)
 from yunlu.training.parallel.world import World, form_world
 
 if TYPE_CHECKING:

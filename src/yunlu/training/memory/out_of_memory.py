@@ -16,6 +16,7 @@ import torch
 
 from yunlu.core.errors import TrainingError
 from yunlu.planning.planner import cap_bytes
+from yunlu.training.device import free_cache, random_state, restore_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -34,7 +35,8 @@ _MESSAGES = (
     "can't allocate memory",  # torch on the CPU
     "not enough memory",  # torch on the CPU, Windows
     "Cannot allocate memory",  # the operating system
-    "out of memory",  # CUDA, ROCm, MPS, XPU
+    "out of memory",  # most accelerators
+    "EL0004",  # Ascend
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
@@ -118,10 +120,7 @@ def release_references(error: BaseException) -> None:
 def free_memory() -> None:
     """Collect garbage, and empty the device's allocator cache."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    free_cache()
 
 
 class StepRestorePoint:
@@ -145,7 +144,7 @@ class StepRestorePoint:
     def mark(self) -> None:
         """Save the state at the beginning of a step."""
         self._random = torch.get_rng_state()
-        self._device_random = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._device_random = random_state()
         if self._buffers:
             _copy_all(self._copies, self._buffers)
 
@@ -155,8 +154,7 @@ class StepRestorePoint:
         for part in self._parts:
             part.zero_grad(set_to_none=True)
         torch.set_rng_state(self._random)
-        if self._device_random is not None:
-            torch.cuda.set_rng_state(self._device_random)
+        restore_random_state(self._device_random)
         self.restore_buffers()
 
     @torch.no_grad()

@@ -23,14 +23,14 @@ from torch.utils.checkpoint import (
 )
 
 from yunlu.core.errors import ModelError
-from yunlu.training.memory.live_bytes import peak_bytes
+from yunlu.training.memory.peak import peak_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from yunlu.planning.recompute import RecomputeMode
+    from yunlu.planning.planner import RecomputeMode
 
 _RULE = "_yunlu_recompute"
 _aten = torch.ops.aten

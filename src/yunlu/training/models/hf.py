@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from yunlu.core.errors import ModelError, did_you_mean, missing_part
-from yunlu.core.json_decode import read_json
+from yunlu.core.limits import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

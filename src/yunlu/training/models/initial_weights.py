@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from yunlu.core.errors import ModelError
-from yunlu.core.json_decode import decode_json, read_json
+from yunlu.core.limits import decode_json, read_json
 from yunlu.core.units import show_count
 from yunlu.training.models.adapter import add_adapter, find_head, has_adapter
 from yunlu.training.models.hf import find_hf_directory, is_hf, names_hf, new_weights

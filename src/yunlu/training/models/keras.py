@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yunlu.core.decompress import check_archive
 from yunlu.core.errors import ModelError, missing_part
-from yunlu.core.settings import read_limits, use_keras_on_torch
+from yunlu.core.limits import check_archive, read_limits
+from yunlu.core.settings import use_keras_on_torch
 
 if TYPE_CHECKING:
     from yunlu.spec.job import ModelSpec

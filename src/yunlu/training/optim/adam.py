@@ -22,8 +22,7 @@ def _build(
     if settings.state == "8bit":
         return _build_8bit(groups, settings, decoupled=decoupled)
     if settings.kernel == "fused":
-        from yunlu.training.optim.frozen_adam import FrozenAdam  # noqa: PLC0415 (imports torch)
-        from yunlu.training.optim.fused_adam import FusedAdam  # noqa: PLC0415
+        from yunlu.training.optim.fused_adam import FrozenAdam, FusedAdam  # noqa: PLC0415 (imports torch)
 
         kind = FrozenAdam if settings.is_freezable else FusedAdam
         return kind(groups, lr=lr, **hyperparameters, decoupled=decoupled)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _foreach_utils
 
 from yunlu.core.errors import ModelError, TrainingError
 from yunlu.spec.optimizers import OptimizerSettings
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from yunlu.spec.train import OptimizerSpec
 
 AnyOptimizer: TypeAlias = torch.optim.Optimizer | FusedAdam
-
-_DEVICES = {"cpu", "cuda"}
-"""Devices where torch has a kernel for all weights at once."""
 
 
 def build_optimizer(
@@ -61,7 +59,11 @@ def build_optimizer(
 def kernels_for(model: nn.Module | Sequence[Tensor], spec: OptimizerSpec) -> list[Kernel]:
     """Available optimiser kernels for these weights, the likely fastest first."""
     trained = _trained(model)
-    if spec.state == "8bit" or any(weight.device.type not in _DEVICES for weight in trained):
+    if spec.state == "8bit":
+        return ["single"]
+    # Where torch has a kernel for all weights at once.
+    devices = set(_foreach_utils._get_fused_kernels_supported_devices())  # pyright: ignore[reportPrivateUsage]
+    if any(weight.device.type not in devices for weight in trained):
         return ["single"]
     # The fused kernel takes real numbers only; without it, updates take a third of a small model's step.
     is_real = all(weight.is_floating_point() for weight in trained)

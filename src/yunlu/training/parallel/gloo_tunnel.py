@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 
-from yunlu.core.addresses import LOOPBACK, is_loopback
 from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import (
     HANDSHAKE_S,
+    LOOPBACK,
     SecureLink,
     connect_link,
     derive_secret,
     drop_sent,
+    is_loopback,
 )
 from yunlu.core.settings import use_network_interface
-from yunlu.training.parallel.gloo_listeners import is_own_connection
-from yunlu.training.parallel.sockets import interface_of
+from yunlu.training.parallel.sockets import interface_of, is_own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

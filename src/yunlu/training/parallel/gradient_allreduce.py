@@ -9,20 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.training.communication.buckets import split_buckets, starts_of
+from yunlu.training.communication.allreducer import split_buckets, starts_of
 from yunlu.training.gradient_noise import choose_positions
+from yunlu.training.single_worker import SingleModel
 from yunlu.training.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
     from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
+    from yunlu.training.tasks.task import Batch
 
 
 @dataclass(slots=True, eq=False)
@@ -299,3 +302,37 @@ def _local_share(share: Tensor, weight: Tensor) -> Tensor:
         # Autograd may leave a pending sum over the tensor-parallel workers.
         share = share.redistribute(placements=weight.placements)
     return share.to_local()
+
+
+class SiteReplicas(SingleModel):
+    """A full model per worker; gradients are summed over the workers of a site."""
+
+    def __init__(self, model: nn.Module, allreducer: AllReducer, *, bucket_bytes: int) -> None:
+        super().__init__(model)
+        self._allreduce = GradientAllReduce(self.weights, allreducer, bucket_bytes=bucket_bytes)
+
+    def accumulate(
+        self,
+        micros: Sequence[Batch],
+        loss_of: Callable[[nn.Module, Batch], Tensor],
+        backward: Callable[[Tensor], None],
+        *,
+        forward: Callable[[], AbstractContextManager[Any]],
+    ) -> Tensor:
+        """Forward and backward; the reduction overlaps the last backward pass."""
+        *before, last = micros
+        total = None
+        if before:
+            total = super().accumulate(before, loss_of, backward, forward=forward)
+        self._allreduce.arm()
+        loss = super().accumulate([last], loss_of, backward, forward=forward)
+        return loss if total is None else total + loss
+
+    def finish(self) -> None:
+        """Wait for the gradient reduction over the site."""
+        self._allreduce.finish()
+        self.exchange_s = self._allreduce.exchange_s
+
+    def close(self) -> None:
+        """Remove the hooks from the weights."""
+        self._allreduce.close()

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
+from yunlu.training.parallel.redistribute import redistribute
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 from yunlu.training.parallel.zero import OwnedWeights
-from yunlu.training.tensor_slices import is_distributed, local_of
+from yunlu.training.tensor_slices import is_distributed, join_groups, local_of, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yunlu.training.communication.allreducer import AllReducer
+    from yunlu.training.engine import Engine
     from yunlu.training.parallel.fsdp import UsedWeights
     from yunlu.training.parallel.pipeline import Pipeline
     from yunlu.training.parallel.world import World
@@ -103,8 +105,10 @@ class ParallelModel:
         if self._pipeline is not None:
             for stage in self._stages.values():
                 self._set_sync(stage, last=False)
+            # Not only the loss, which moves its batch itself: a stage takes the inputs as they are.
+            here = [micro.to(self.world.device) for micro in micros]
             return self._pipeline.accumulate(
-                micros, loss_of, backward, before_last=self._before_last, context=forward
+                here, loss_of, backward, before_last=self._before_last, context=forward
             )
         model, total = self.parts[0], None
         for number, micro in enumerate(micros, start=1):
@@ -283,3 +287,15 @@ def _sharded_axes(weight: Tensor) -> set[str]:
         for name, placement in zip(names, weight.placements, strict=True)
         if not placement.is_replicate()
     }
+
+
+def gather_model(engine: Engine, template: nn.Module) -> nn.Module | None:
+    """The full model on the leader, None on the others; all workers call this."""
+    held = join_groups({"model": engine.state.model})
+    if not engine.world.is_leader:
+        redistribute(held, [])
+        return None
+    model = blank_like(template)
+    aliases = engine.state.aliases
+    redistribute(held, join_groups({"model": weights_of([model], aliases=aliases)}))
+    return model

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from yunlu.planning.layout import Schedule
+    from yunlu.planning.layouts import Schedule
 
 
 class Action(NamedTuple):

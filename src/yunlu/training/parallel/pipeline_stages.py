@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError
 from yunlu.training.models.transformer import Embedding
-from yunlu.training.parallel.vocab_parallel import make_plain
+from yunlu.training.parallel.tensor_parallel import make_plain
 from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yunlu.core.errors import CheckpointError
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
+from yunlu.training.device import message_device
 from yunlu.training.tensor_slices import TensorShard, TensorSlice, TensorSpec
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ def _parse(data: Tensor) -> Any:
 
 def _transfer_device(group: Any) -> torch.device:
     """Device of the tensors to send."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return message_device(group)
 
 
 _DTYPES = {

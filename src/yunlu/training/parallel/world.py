@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yunlu.core.errors import TrainingError
-from yunlu.planning.layout import AXES
-from yunlu.training.communication.allreduce.doubling import doubling_allreduce
+from yunlu.planning.layouts import AXES
+from yunlu.training.communication.allreduce import doubling_allreduce
 from yunlu.training.communication.transport import connect
-from yunlu.training.parallel.gloo_listeners import close_listeners
+from yunlu.training.device import abort_groups, backend_of, group_backends, is_accelerator
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
-from yunlu.training.parallel.sockets import Socket, open_sockets, shut
+from yunlu.training.parallel.sockets import Socket, close_listeners, open_sockets, shut
 from yunlu.training.single_worker import SingleWorld
 from yunlu.training.tensor_slices import shard_of
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.planning.layout import Layout
+    from yunlu.planning.layouts import Layout
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 
@@ -89,13 +89,13 @@ class World(SingleWorld):
 
     def sum_over_all(self, numbers: Tensor) -> Tensor:
         """Sum over all workers, in place."""
-        if self._quick is not None:
+        if self._quick is not None and not is_accelerator(numbers.device):
             self._sums = (self._sums + 1) % (1 << 32)
             doubling_allreduce(self._quick, numbers.view(-1), tag=self._sums)
         elif not self.layout.is_single:
             work = dist.all_reduce(numbers, async_op=True)
             assert work is not None
-            self.wait_for(work)
+            self.wait_for(work, on_device=is_accelerator(numbers.device))
         return numbers
 
     def adding(self, *names: str) -> Callable[[Tensor], object]:
@@ -139,14 +139,16 @@ class World(SingleWorld):
         redistribute(held, [shard_of(name, tensor) for name, tensor in received.items()])
         return received
 
-    def wait_for(self, work: dist.Work) -> None:
+    def wait_for(self, work: dist.Work, *, on_device: bool | None = None) -> None:
         """Wait for a collective; raise once the world is disconnected.
+
+        ``on_device``: whether its tensors are on an accelerator; those of most are where the worker is.
 
         gloo (torch 2.13) drops a message whose receiver announced itself and was gone when it was
         written: the collective then blocks for ever, although its connection is closed.
         """
-        if self.device.type == "cuda":
-            work.wait()
+        if is_accelerator(self.device) if on_device is None else on_device:
+            work.wait()  # of the stream, not of this thread; ``disconnect`` aborts it
             return
         while not work.is_completed():
             try:
@@ -199,6 +201,8 @@ class World(SingleWorld):
         for connection in self.sockets:
             if connection.descriptor not in keep:
                 shut(connection)
+        if dist.is_initialized():
+            abort_groups(self.device, list(dist.distributed_c10d._world.pg_map))  # pyright: ignore[reportPrivateUsage]
 
     def close(self) -> None:
         """Destroy the process groups."""
@@ -256,9 +260,9 @@ def form_world(
         close_listeners(before, keep=tunnel.listeners if tunnel is not None else ())
         for axes in [*((name,) for name in mesh.mesh_dim_names or ()), ("dp", "fsdp")]:
             _disable_timeout(world.group(*axes))
-        if device.type == "cpu":
-            # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
-            world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
+        # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
+        # On accelerators too: a few numbers of the host then never wait for the device.
+        world._quick = world.open_transport(check=check)  # pyright: ignore[reportPrivateUsage]
     except BaseException:
         if tunnel is not None:
             tunnel.close()
@@ -271,13 +275,13 @@ def _form_groups(
     layout: Layout, rank: int, store: Any, device: torch.device, *, is_tunnelled: bool
 ) -> DeviceMesh:
     """Default process group, and the mesh over the axes of size above 1."""
-    if is_tunnelled and device.type == "cuda":
+    if is_tunnelled and is_accelerator(device):
         raise TrainingError(
-            "NCCL does not authenticate or encrypt what it sends between machines.",
+            f"{backend_of(device)} does not authenticate or encrypt what it sends between machines.",
             hint="On a network that only you can reach, set communication.trust to network.",
         )
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        group_backends(device),
         store=store,
         rank=rank,
         world_size=layout.world,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from yunlu.training.precision.adaptive import Adaptive, PrecisionChange
-from yunlu.training.precision.modules import check_precision, keep_in_fp32
-from yunlu.training.precision.policy import LossScale
+from yunlu.core.errors import JobError
+from yunlu.training.device import is_accelerator, kind_of
+from yunlu.training.precision.adaptive import Adaptive, LossScale, PrecisionChange
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from torch import Tensor, nn
     from torch.optim import Optimizer
+
 
 # FP8 applies to converted products only; everything else runs in BF16.
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -27,11 +29,21 @@ _NOTHING = nullcontext()
 class Precision:
     """Weights stay in FP32; autocast lowers the arithmetic; FP16 gradients are scaled.
 
-    With ``adapt``, modules whose values exceed the range of BF16 or FP16 compute in FP32.
+    With ``adapt``, modules whose values exceed the range of BF16 or FP16 compute in FP32. Autocast
+    keeps a lowered copy of every weight until the forward pass ends, unless ``keeps_lowered_weights``
+    is false: for weights that are gathered, used and freed, those would be the whole model.
     """
 
-    def __init__(self, name: str, device: torch.device, *, adapt: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        adapt: bool = False,
+        keeps_lowered_weights: bool = True,
+    ) -> None:
         check_precision(name, device)
+        self._keeps_lowered_weights = keeps_lowered_weights
         self.name, self.device = name, device
         self._type = _TYPES.get(name)
         self._scale = LossScale(device) if name == "fp16" else None
@@ -61,7 +73,9 @@ class Precision:
         # Evaluations are not probed: they run as the model will be used.
         if self._adaptive is not None and self._adaptive.is_due and torch.is_grad_enabled():
             return self._adaptive.probe()
-        return torch.autocast(self.device.type, dtype=self._type)
+        return torch.autocast(
+            self.device.type, dtype=self._type, cache_enabled=self._keeps_lowered_weights
+        )
 
     def backward(self, loss: Tensor) -> None:
         """Backward pass, with loss scaling for FP16."""
@@ -147,3 +161,90 @@ def tf32_products() -> Generator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def check_precision(name: str, device: torch.device) -> None:
+    """Refuse a precision that the device does not support; a slow one is allowed."""
+    missing = _missing(name, device)
+    if missing is not None:
+        raise JobError(
+            f"train.precision: {name} needs {missing}; this device is {_describe(device)}.",
+            hint="Use precision: auto, which picks a fast one for the device, or fp32.",
+        )
+
+
+def _missing(name: str, device: torch.device) -> str | None:
+    """The missing requirement of a precision; None if supported."""
+    if name == "fp32":
+        return None
+    needs = {
+        "tf32": (_has_tf32, "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"),
+        "bf16": (_has_bf16, "a device with bfloat16"),
+        "fp16": (_has_autocast, "a device with automatic mixed precision"),
+        "fp8": (has_fp8, "a GPU with FP8 products (NVIDIA 8.9 or newer, AMD MI300 or newer)"),
+    }
+    has_it, need = needs[name]
+    return None if has_it(device) else need
+
+
+def _has_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if not is_accelerator(device):
+        return _has_autocast(device)
+    return kind_of(device.type).has_bf16(device.index or 0)
+
+
+def _has_tf32(device: torch.device) -> bool:
+    return is_accelerator(device) and kind_of(device.type).has_tf32(device.index or 0)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies in FP8."""
+    if not is_accelerator(device):
+        return False
+    return kind_of(device.type).fp8_problem(device.index or 0) is None
+
+
+def _describe(device: torch.device) -> str:
+    if not is_accelerator(device):
+        return f"a {device.type}"
+    return kind_of(device.type).describe(device.index or 0)
+
+
+# Operators kept in FP32 under CPU autocast, which lets some follow their input type. On CUDA autocast runs
+# norms, softmax, exponentials and losses in FP32. On the CPU it does so for the losses only: a layer norm or
+# a ``log_softmax`` of BF16 scores gives BF16, three digits. These rules close the gap. (Batch norm is on
+# neither list: its kernels sum in FP32 and round the result.)
+_IN_FP32 = (
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "logsumexp",
+    "exp",
+    "pow.Tensor_Scalar",
+)
+
+
+_LSTM = ("lstm.input", "lstm.data")
+
+
+@cache
+def keep_in_fp32() -> torch.library.Library:
+    """Add the missing rules to CPU autocast, once in a process; they last as long as it does."""
+    rules = torch.library.Library("aten", "IMPL")
+    for operator in _IN_FP32 if _lowers_lstm() else _IN_FP32 + _LSTM:
+        torch.library.register_autocast(f"aten::{operator}", "cpu", torch.float32, lib=rules)
+    return rules
+
+
+def _lowers_lstm() -> bool:
+    """Whether oneDNN has a low-precision LSTM here; autocast requests one anyway, and fails."""
+    return (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )

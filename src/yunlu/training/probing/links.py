@@ -20,12 +20,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from yunlu.core.json_decode import decode_json
+from yunlu.core.limits import decode_json
 from yunlu.core.processes import end_with_parent, piped_process
 from yunlu.planning.machine_profile import LinkFigures, StartFigures, fit_message_time
-from yunlu.training.parallel.gloo_listeners import close_listeners
+from yunlu.training.device import CPU, accelerator_kind, backend_of, open_device, synchronize
 from yunlu.training.parallel.gloo_tunnel import keep_on_loopback
-from yunlu.training.parallel.sockets import open_sockets
+from yunlu.training.parallel.sockets import close_listeners, open_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,9 +73,10 @@ def measure_start_and_link(
 
 def exchange(rank: int, store: str, sizes: Sequence[int], rounds: int) -> LinkFigures | None:
     """Time collectives between both workers; returns the figures on the first."""
-    is_gpu = torch.cuda.device_count() > 1
-    backend = "nccl" if is_gpu else "gloo"
-    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    kind = accelerator_kind()
+    has_several = kind is not None and torch.accelerator.device_count() > 1
+    device = open_device(kind, rank) if kind is not None and has_several else CPU
+    backend = backend_of(device)
     keep_on_loopback()
     before = open_sockets()
     dist.init_process_group(
@@ -120,8 +121,7 @@ def _best(run: Callable[[], Any], rounds: int, device: torch.device) -> float:
         dist.barrier()
         started_at = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         spans.append(time.perf_counter() - started_at)
     return min(spans[_DROPPED:])
 

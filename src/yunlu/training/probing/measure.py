@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yunlu.core.private_files import make_directory
+from yunlu.core.files import make_directory
 from yunlu.core.processes import end_with_parent
 from yunlu.core.settings import read_settings
 from yunlu.planning.machine_profile import DiskFigures, MachineProfile, make_monotonic

@@ -27,6 +27,7 @@ from yunlu.planning.predict.local import (
     update_operators,
 )
 from yunlu.planning.splitting import optimizer_state_bytes
+from yunlu.training.device import synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelTimer
-    from yunlu.training.tasks.task import Batch
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import Batch, TrainingInputs
 
     Run = Callable[[], object]
 
@@ -76,11 +76,8 @@ class Bench:
         return torch.device(self.kind)
 
     def synchronize(self) -> None:
-        """Wait for pending GPU work."""
-        if self.kind == "cuda":
-            torch.cuda.synchronize()
-        elif self.kind == "mps":
-            torch.mps.synchronize()
+        """Wait for pending work of the device."""
+        synchronize(self.device)
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
         """Best time, and the relative excess of the median."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from yunlu.core.files import write_atomically
-from yunlu.core.private_files import make_directory, open_lock
+from yunlu.core.files import make_directory, open_lock, write_atomically
 from yunlu.core.settings import read_settings
 from yunlu.planning import calibration as learnt
 from yunlu.planning.machine_profile import (

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import ModelError
-from yunlu.training.data.features import find_column
 from yunlu.training.data.images import (
     ImageArrays,
     ImageFiles,
@@ -21,6 +20,7 @@ from yunlu.training.data.images import (
     measure,
 )
 from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import find_column
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.initial_weights import read_artifacts, read_exported

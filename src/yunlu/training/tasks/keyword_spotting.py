@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yunlu.training.data.audio import FRAMES_PER_SECOND, AudioFeatures, WaveformFrontEnd
-from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import find_column
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.initial_weights import read_exported

@@ -12,11 +12,10 @@ import xxhash
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import find_column
 from yunlu.training.data.files import Location, locate
-from yunlu.training.data.packages import PARTS
 from yunlu.training.data.readers import SUFFIXES
-from yunlu.training.data.sources import load_tables, read_text
+from yunlu.training.data.sources import PARTS, load_tables, read_text
+from yunlu.training.data.table import find_column
 from yunlu.training.data.text import (
     check_vocabulary,
     fit_length,
@@ -32,8 +31,7 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import CausalTransformer
-from yunlu.training.tasks.decoding import GenerativeOutputs, extend
-from yunlu.training.tasks.scoring import IGNORED, loss_sum
+from yunlu.training.tasks.scoring import IGNORED, GenerativeOutputs, extend, loss_sum
 from yunlu.training.tasks.task import (
     Batch,
     Evaluation,

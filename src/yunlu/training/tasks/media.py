@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError, missing_part
-from yunlu.core.json_decode import read_json
-from yunlu.core.limits import check_sample_rate
-from yunlu.core.settings import read_limits
+from yunlu.core.limits import check_sample_rate, read_json, read_limits
 from yunlu.training.data.audio import LogMelFrontEnd, WaveformFrontEnd, read_audio
 from yunlu.training.data.table import FileRef
 from yunlu.training.models.hf import check_config, find_hf_directory, names_hf

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from yunlu.core.errors import DataError, ModelError
 from yunlu.core.files import write_atomically
-from yunlu.training.data.features import conventional_column, find_column
 from yunlu.training.data.sources import Tables, load_tables
-from yunlu.training.data.table import rows_to_table
+from yunlu.training.data.table import conventional_column, find_column, rows_to_table
 from yunlu.training.models.build import build_model
 from yunlu.training.models.initial_weights import read_exported
 from yunlu.training.models.networks import MatrixFactorization

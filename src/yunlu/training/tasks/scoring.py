@@ -1,18 +1,33 @@
-"""Losses and scorers that several tasks share."""
+"""Losses, scorers and greedy decoding that several tasks share.
+
+Shapes: B batch, P prompt, L length of the window.
+"""
+
+# ruff: noqa: N803, N806 - capital letters in names are shapes
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yunlu.training.tasks.task import Batch, Confusion, Evaluation, ModelPrediction, logits_of
+from yunlu.training.tasks.task import (
+    Batch,
+    Confusion,
+    Evaluation,
+    ModelPrediction,
+    logits_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
 
 IGNORED = -100
 """Target of padding: ignored by loss and metrics."""
@@ -143,3 +158,51 @@ class RegressionScorer:
         self._spread += difference**2 * self._count * added / total
         self._mean += difference * added / total
         self._count = total
+
+
+def edit_distance(truth: Sequence[Any], predicted: Sequence[Any]) -> int:
+    """Levenshtein distance: insertions, deletions and replacements (Levenshtein, 1966)."""
+    above = list(range(len(predicted) + 1))
+    for row, expected in enumerate(truth, start=1):
+        current = [row]
+        for column, actual in enumerate(predicted, start=1):
+            replaced = above[column - 1] + (expected != actual)
+            current.append(min(replaced, above[column] + 1, current[-1] + 1))
+        above = current
+    return above[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerativeOutputs:
+    """Logits of a batch, and a function that generates text."""
+
+    logits: Tensor
+    generate: Callable[..., Tensor]
+
+
+@torch.no_grad()
+def extend(
+    logits_for: Callable[[Tensor], Tensor],
+    prompts_BP: Tensor,
+    *,
+    count: int,
+    length: int,
+    fill: int,
+) -> Tensor:
+    """Greedy decoding of ``count`` tokens: ``(B, count)``.
+
+    The window keeps its full ``length`` (causal models ignore later positions), so that
+    a compiled model sees only one shape.
+    """
+    start = prompts_BP.shape[1]
+    window_BL = prompts_BP.new_full((len(prompts_BP), length), fill)
+    window_BL[:, :start] = prompts_BP
+    end = min(start + count, length)
+    for position in range(start, end):
+        window_BL[:, position] = logits_for(window_BL)[:, position - 1].argmax(dim=-1)
+    return window_BL[:, start:end]
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The module inside a data-parallel wrapper."""
+    return getattr(model, "module", model)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import conventional_column
 from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import conventional_column
 from yunlu.training.data.text import (
     TokenLists,
     check_vocabulary,
@@ -29,8 +29,14 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import Seq2SeqTransformer
-from yunlu.training.tasks.decoding import GenerativeOutputs, extend, unwrapped
-from yunlu.training.tasks.scoring import IGNORED, loss_sum
+from yunlu.training.tasks.scoring import (
+    IGNORED,
+    GenerativeOutputs,
+    edit_distance,
+    extend,
+    loss_sum,
+    unwrapped,
+)
 from yunlu.training.tasks.task import (
     Batch,
     Evaluation,
@@ -40,7 +46,6 @@ from yunlu.training.tasks.task import (
     call,
     logits_of,
 )
-from yunlu.training.tasks.transcripts import edit_distance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from itertools import groupby, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,18 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from yunlu.core.errors import DataError, ModelError
+from yunlu.core.limits import read_json
 from yunlu.training.data.audio import (
     FRAMES_PER_SECOND,
     AudioFeatures,
     LogMelFrontEnd,
     WaveformFrontEnd,
 )
-from yunlu.training.data.features import find_column
 from yunlu.training.data.sources import load_tables
-from yunlu.training.data.table import FileRef
+from yunlu.training.data.table import FileRef, find_column
+from yunlu.training.device import is_accelerator
 from yunlu.training.models.build import build_model, check_call
-from yunlu.training.models.hf import names_hf
+from yunlu.training.models.hf import find_hf_directory, names_hf
 from yunlu.training.models.initial_weights import read_exported
 from yunlu.training.models.networks import ConvGRU
 from yunlu.training.tasks.media import (
@@ -40,15 +42,127 @@ from yunlu.training.tasks.media import (
     sole_input,
     wants_mask,
 )
-from yunlu.training.tasks.task import Batch, ModelPrediction, Splits, call, logits_of
-from yunlu.training.tasks.transcripts import Characters, TranscriptScorer, clean_text
+from yunlu.training.tasks.scoring import edit_distance
+from yunlu.training.tasks.task import (
+    Batch,
+    Evaluation,
+    Example,
+    ModelPrediction,
+    Splits,
+    call,
+    logits_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from yunlu.spec.job import Job
+    from yunlu.spec.job import Job, ModelSpec
     from yunlu.training.data.table import DataTable
+
+
+_EXAMPLES = 8
+_WORD_BORDER = "|"
+"""The space in Hugging Face's speech vocabularies."""
+
+
+def clean_text(text: str) -> str:
+    """Normalise to lower case and single spaces."""
+    return " ".join(text.lower().split())
+
+
+class Characters:
+    """The characters of a model; one code is the CTC blank."""
+
+    def __init__(self, symbols: dict[int, str], *, blank: int, size: int) -> None:
+        self.symbols, self.blank, self.size = symbols, blank, size
+        self._codes = {symbol: code for code, symbol in symbols.items()}
+
+    @classmethod
+    def choose(cls, model: ModelSpec, texts: Iterable[str]) -> Characters:
+        """Characters of the pretrained weights' vocabulary, else of the texts."""
+        if names_hf(model.name) and model.pretrained:
+            vocabulary = find_hf_directory(model.name) / "vocab.json"
+            if vocabulary.is_file():
+                return cls.read_hf(vocabulary, read_hf_config(model))
+        return cls.learn(texts)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str]) -> Characters:
+        """Every character of the training texts, by code point; the blank is 0."""
+        characters = sorted({character for text in texts for character in text})
+        if not characters:
+            raise DataError(
+                "the training texts are all empty",
+                hint="name the column of transcripts with data.target",
+            )
+        return cls(dict(enumerate(characters, start=1)), blank=0, size=len(characters) + 1)
+
+    @classmethod
+    def read_hf(cls, path: Path, config: Any) -> Characters:
+        """Read the vocabulary of pretrained weights; its padding is the blank."""
+        try:
+            vocabulary: dict[str, int] = read_json(path)
+            codes = {str(symbol): int(code) for symbol, code in vocabulary.items()}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise ModelError(f"{path} is not a table of characters: {error}") from error
+        symbols = {
+            code: " " if symbol == _WORD_BORDER else symbol.lower()
+            for symbol, code in codes.items()
+            if len(symbol) == 1 and code != config.pad_token_id
+        }
+        return cls(symbols, blank=config.pad_token_id, size=config.vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """The codes of a text, without unknown characters."""
+        return [self._codes[character] for character in text if character in self._codes]
+
+    def decode(self, best: Iterable[int]) -> str:
+        """Greedy CTC decoding: merge repeats, remove blanks."""
+        merged = (code for code, _ in groupby(best))
+        return clean_text("".join(self.symbols.get(code, "") for code in merged))
+
+    def frames_needed(self, text: str) -> int:
+        """Fewest frames for CTC: one per character, and a blank between equal ones."""
+        codes = self.encode(text)
+        return len(codes) + sum(a == b for a, b in pairwise(codes))
+
+
+class TranscriptScorer:
+    """Character and word error rates, and exact match."""
+
+    def __init__(self, characters: Characters) -> None:
+        self._characters = characters
+        self._edits = {"cer": 0, "wer": 0}
+        self._totals = {"cer": 0, "wer": 0}
+        self._texts = self._exact = 0
+        self._examples: list[Example] = []
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """Add ``(logits, real lengths)`` and a batch; decoded greedily."""
+        scores, lengths = outputs
+        best = scores.argmax(dim=-1).tolist()
+        for codes, length, text, name in zip(
+            best, lengths.tolist(), batch.targets["texts"], batch.targets["names"], strict=True
+        ):
+            predicted = self._characters.decode(codes[:length])
+            self._texts += 1
+            self._exact += predicted == text
+            for metric, truth, prediction in (
+                ("cer", text, predicted),
+                ("wer", text.split(), predicted.split()),
+            ):
+                self._edits[metric] += edit_distance(truth, prediction)
+                self._totals[metric] += len(truth)
+            if len(self._examples) < _EXAMPLES:
+                self._examples.append(Example(input=name, expected=text, predicted=predicted))
+
+    def result(self) -> Evaluation:
+        """``cer``, ``wer`` and ``exact_match``."""
+        rates = {name: self._edits[name] / max(1, self._totals[name]) for name in self._edits}
+        exact = self._exact / max(1, self._texts)
+        return Evaluation(metrics={**rates, "exact_match": exact}, examples=self._examples)
+
 
 _TEXT_NAMES = ("text", "transcript", "transcription", "sentence", "y")
 log = logging.getLogger(__name__)
@@ -160,7 +274,10 @@ class SpeechToText:
         lengths: Tensor = batch.targets["lengths"]
         real = _output_lengths(model, lengths, int(lengths.max()), scores.shape[1])
         log_probabilities = scores.float().log_softmax(dim=-1).transpose(0, 1)
-        if log_probabilities.is_cuda and torch.are_deterministic_algorithms_enabled():
+        if (
+            is_accelerator(log_probabilities.device)
+            and torch.are_deterministic_algorithms_enabled()
+        ):
             log_probabilities = (
                 log_probabilities.cpu()
             )  # CTC's gradient on the GPU is not deterministic

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import DataError, ModelError, did_you_mean
 from yunlu.core.files import write_atomically
-from yunlu.training.data.features import FeatureMap, find_column, fit_features, is_numeric
 from yunlu.training.data.sources import load_tables
-from yunlu.training.data.table import rows_to_table
+from yunlu.training.data.table import (
+    FeatureMap,
+    find_column,
+    fit_features,
+    is_numeric,
+    rows_to_table,
+)
 from yunlu.training.models.build import build_model
 from yunlu.training.models.initial_weights import read_artifacts, read_exported
 from yunlu.training.models.networks import MLP

@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from yunlu.core.errors import DataError, ModelError
+from yunlu.core.errors import DataError, JobError, ModelError
+from yunlu.core.imports import TASKS, load_registered, make_object, names_object
 from yunlu.core.value import Value
 from yunlu.training.data.batches import lengths_of
 
@@ -264,3 +265,25 @@ def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(_move(item, device) for item in value)
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingInputs:
+    """A task with its data loaded and its model built."""
+
+    task: Task
+    model: nn.Module
+    splits: Splits
+
+
+def open_task(name: str) -> Task:
+    """The task that a job names."""
+    task = make_object(name) if names_object(name) else load_registered(TASKS, name, kind="task")()
+    if not isinstance(task, Task):
+        needed = ("metric", "load", "build", "collate", "loss", "scorer")
+        missing = ", ".join(attribute for attribute in needed if not hasattr(task, attribute))
+        raise JobError(
+            f"{name} is not a task: it lacks {missing}.",
+            hint="See yunlu.training.tasks.task.Task; its contract test shows what each must do.",
+        )
+    return task

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import conventional_column, find_column
 from yunlu.training.data.sources import load_tables
+from yunlu.training.data.table import conventional_column, find_column
 from yunlu.training.data.text import (
     TokenLists,
     call_packed,
@@ -30,14 +30,13 @@ from yunlu.training.data.tokenizer import choose_tokenizer
 from yunlu.training.models.build import build_model, check_call
 from yunlu.training.models.hf import names_hf
 from yunlu.training.models.transformer import TransformerClassifier
-from yunlu.training.tasks.decoding import unwrapped
 from yunlu.training.tasks.media import (
     Labels,
     SingleLabelTask,
     ends_in_softmax,
     label_config,
 )
-from yunlu.training.tasks.scoring import ClassScorer
+from yunlu.training.tasks.scoring import ClassScorer, unwrapped
 from yunlu.training.tasks.task import Batch, Evaluation, Example, Splits, logits_of
 
 if TYPE_CHECKING:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.planning.splitting import fit_plan, layouts_by_count
-from yunlu.runs.documents import read_job, require_plan
 from yunlu.runs.events import MemoryExhausted
 from yunlu.runs.home import open_run
+from yunlu.runs.run_store import read_job, require_plan
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
-from yunlu.training.asynchronous.rules import find_async_obstacle
 from yunlu.training.attempt import change_state, latest_attempt, read_attempts
+from yunlu.training.device import open_device
 from yunlu.training.elastic.node import run_node
 from yunlu.training.memory.out_of_memory import is_out_of_memory, smaller
 from yunlu.training.parallel.parallel_model import blank_like, template_of
@@ -46,6 +46,7 @@ from yunlu.training.peer_replicas import (
 from yunlu.training.prepare import build_model
 from yunlu.training.runner import Runner
 from yunlu.training.tensor_slices import join_groups
+from yunlu.training.topology.asynchronous import find_async_obstacle
 from yunlu.training.topology.worker_group import GroupTopology
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ if TYPE_CHECKING:
     from yunlu.training.engine import Engine
     from yunlu.training.parallel.world import World
     from yunlu.training.single_worker import StepRequest
+    from yunlu.training.tasks.task import TrainingInputs
     from yunlu.training.tensor_slices import TensorShard
     from yunlu.training.topology.worker_group import WorkerGroupCallbacks
-    from yunlu.training.training_inputs import TrainingInputs
 
 _MAX_WORKERS = 64
 
@@ -172,9 +173,7 @@ class ElasticTopology(GroupTopology):
     @contextmanager
     def join_world(self, runner: Runner) -> Generator[World]:
         """Meet the workers of the generation; the agent leaves them."""
-        device = _device(self._assignment, self._load_plan())
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # code that only says "cuda" uses this one
+        device = open_device(self._load_plan().device, self._assignment.slot)
         self._world = world = self.agent.join_world(self._assignment, device)
         world.async_obstacle = find_async_obstacle(
             runner.run, runner.job, workers=world.layout.world
@@ -424,12 +423,6 @@ def _is_reusable(engine: Engine, layout: Layout) -> bool:
     before = engine.world.layout
     is_cut = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
     return not (is_cut or engine.wrapped.is_partitioned or layout.zero1 or before.zero1)
-
-
-def _device(assignment: Assignment, plan: Plan) -> torch.device:
-    if plan.device == "cuda":
-        return torch.device("cuda", assignment.slot)
-    return torch.device(plan.device)
 
 
 def _may_partition(job: Job, group: WorkerGroup | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.planning.planner import cap_bytes
 from yunlu.planning.splitting import fit_plan
 from yunlu.runs.states import RunState
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from yunlu.training.callbacks import StopRequest
     from yunlu.training.runner import Runner
     from yunlu.training.single_worker import StepRequest
-    from yunlu.training.tasks.task import Task
-    from yunlu.training.training_inputs import TrainingInputs
+    from yunlu.training.tasks.task import Task, TrainingInputs
 
 
 class SingleTopology(Topology):

@@ -16,17 +16,15 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Log, last_record
 from yunlu.runs.states import RunState
 from yunlu.training import loop
-from yunlu.training.callbacks import StopRequest, TrainingCallbacks
+from yunlu.training.callbacks import MetricLog, PruneDecision, StopRequest, TrainingCallbacks
 from yunlu.training.checkpoint.store import SaveGroup
 from yunlu.training.data.sample_order import digest_of
 from yunlu.training.evaluate import Score
 from yunlu.training.memory.out_of_memory import cap_of_worker, memory_capped
-from yunlu.training.memory.resident import peak_resident_bytes
-from yunlu.training.metric_log import MetricLog
+from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
 from yunlu.training.runner import Topology
 from yunlu.training.tasks.task import Evaluation
-from yunlu.training.trial_control import PruneDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from yunlu.training.parallel.world import World
     from yunlu.training.runner import Runner
     from yunlu.training.single_worker import StepRequest
-    from yunlu.training.trackers.registry import TrackerThread
+    from yunlu.training.trackers.tracker import TrackerThread
 
 _REMEMBERED = 1024
 """Recent steps that every worker keeps: a new leader writes what the last one could not."""

@@ -11,12 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
-from yunlu.core.private_files import create_private
+from yunlu.core.files import create_private
 from yunlu.core.secrets import mask, mask_value
-from yunlu.runs.documents import read_json
-from yunlu.runs.run_store import require_local
+from yunlu.runs.run_store import read_json, require_local
 from yunlu.runs.states import RunState
-from yunlu.training.trackers.config import flatten, public_config
+from yunlu.training.trackers.tracker import flatten, public_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import missing_part
-from yunlu.core.private_files import make_directory, open_private
+from yunlu.core.files import make_directory, open_private
 from yunlu.runs.run_store import Area, require_local
-from yunlu.training.trackers.config import public_config
+from yunlu.training.trackers.tracker import public_config
 
 if TYPE_CHECKING:
     from io import FileIO

@@ -8,12 +8,11 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, missing_part
-from yunlu.core.private_files import make_directory
+from yunlu.core.files import make_directory
 from yunlu.core.secrets import mask_value
-from yunlu.runs.documents import read_json
-from yunlu.runs.run_store import Area, require_local
+from yunlu.runs.run_store import Area, read_json, require_local
 from yunlu.runs.states import RunState
-from yunlu.training.trackers.config import public_config
+from yunlu.training.trackers.tracker import public_config
 
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore

@@ -7,8 +7,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import JobError, missing_part
-from yunlu.core.imports import call_with, import_object, names_object
-from yunlu.spec.entry_points import SAMPLERS, load_registered
+from yunlu.core.imports import SAMPLERS, call_with, import_object, load_registered, names_object
 from yunlu.spec.search import SEVERAL, encode_value
 from yunlu.tuning.methods.population import PopulationBasedTraining
 from yunlu.tuning.methods.samplers import GridSampler, Sampler, SettingDraws, mix_seed

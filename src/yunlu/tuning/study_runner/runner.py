@@ -19,11 +19,12 @@ from yunlu.runs.states import RunState
 from yunlu.tuning.facts import best_point, find_best
 from yunlu.tuning.study_dir import StudyError
 from yunlu.tuning.study_runner.slots import SlotAllocation
-from yunlu.tuning.study_runner.trial_events import TrialEvents, has_finished
 from yunlu.tuning.study_runner.trial_runs import (
+    TrialEvents,
     TrialStarter,
     drop_checkpoints,
     find_run,
+    has_finished,
     read_verdict,
     write_verdict,
 )
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from yunlu.tuning.records import Records
     from yunlu.tuning.study_dir import StudyRequest, StudyStatus
     from yunlu.tuning.study_runner.slots import Elastic, Slots
-    from yunlu.tuning.study_runner.trial_events import RungScore
+    from yunlu.tuning.study_runner.trial_runs import RungScore
     from yunlu.tuning.values import Action, Method
 
 

@@ -24,8 +24,7 @@ from yunlu.executors.worker_process import WORKER, count_gpus, recorded_worker
 from yunlu.hardware.fleet import Placement
 from yunlu.jobs import lifecycle
 from yunlu.jobs.calibration import usual_start_s
-from yunlu.runs.documents import read_job
-from yunlu.runs.run_store import Document
+from yunlu.runs.run_store import Document, read_job
 from yunlu.runs.states import RunState
 from yunlu.runs.worker_group import read_worker_group
 from yunlu.scheduler.allocation_record import read_allocation

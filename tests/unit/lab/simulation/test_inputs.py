@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from yunlu.lab.simulate_command import make_policy
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.profiles import SimulationError, load_workload, load_workloads
 from yunlu.scheduler.policies import PolicyError
 

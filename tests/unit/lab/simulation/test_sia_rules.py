@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.unit.lab.simulation.toy import make_workload, write_application
+from yunlu.lab.simulate_command import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.cluster import parse_cluster
-from yunlu.lab.simulation.policies import TYPE_AWARE, make_type_aware_policy
 from yunlu.lab.simulation.profiles import Profiles
 from yunlu.lab.simulation.sia import (
     SiaEstimator,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from tests.unit.lab.simulation.toy import BASE, EPOCHS, make_profiles, make_workload
 from yunlu.hardware.fleet import Node, Placement
+from yunlu.lab.simulate_command import make_policy
 from yunlu.lab.simulation.cluster import assign_device_rows, parse_cluster
-from yunlu.lab.simulation.policies import make_policy
 from yunlu.lab.simulation.profiles import Application, Profiles, SimulationError
 from yunlu.lab.simulation.simulator import Faults, SimulationResult, SimulationRules, simulate
 from yunlu.scheduler.policies import open_policy

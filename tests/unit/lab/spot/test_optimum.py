@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yunlu.lab.spot.policies import Greedy, UniformProgress, find_optimum
-from yunlu.lab.spot.replay import replay
+from yunlu.lab.spot.replay import Greedy, UniformProgress, find_optimum, replay
 from yunlu.scheduler.spot import DeadlineJob, Mode, SpotMarket, SpotObservation
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from yunlu.lab.spot.traces import TraceError, interrupt, read_availability, read_prices
+from yunlu.lab.spot.replay import TraceError, interrupt, read_availability, read_prices
 from yunlu.scheduler.spot import PRIOR
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from yunlu.planning.predict.aliases import (
+from yunlu.planning.predict.constants import STACKS
+from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
+from yunlu.planning.predict.rows import (
+    UnreadableRowError,
     network_of,
     precision_of,
     recompute_of,
     sharding_of,
     stack_of,
 )
-from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.geometry import UnreadableRowError
-from yunlu.planning.predict.query_batch import PRECISIONS, RECOMPUTE
 
 
 @pytest.mark.parametrize(

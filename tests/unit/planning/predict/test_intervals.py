@@ -10,19 +10,17 @@ import pytest
 
 from tests.unit.planning.predict.test_time import points
 from yunlu.planning.predict.constants import STACKS
-from yunlu.planning.predict.correction import (
+from yunlu.planning.predict.intervals import (
     Forest,
     correct,
     feature_table,
-    read_correction,
-    shipped_correction,
-    write_correction,
-)
-from yunlu.planning.predict.intervals import (
     make_spread,
+    read_correction,
     read_spread,
+    shipped_correction,
     shipped_spread,
     spread_factors,
+    write_correction,
     write_spread,
 )
 from yunlu.planning.predict.step_time import step_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from yunlu.planning.predict.step_parts import STEP_PARTS, StepTime, compose_step
+from yunlu.planning.predict.local import STEP_PARTS, StepTime, compose_step
 
 
 def step(**changes: float) -> StepTime:

@@ -16,7 +16,7 @@ from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_
 from tests.waiting import LIMIT_S
 from yunlu.core.errors import JobError
 from yunlu.core.files import append_lines, read_lines
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import MemoryExhausted, StateChanged
 from yunlu.runs.home import open_run
@@ -24,20 +24,23 @@ from yunlu.runs.run_store import Area, Log, RunStore
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
-from yunlu.training.asynchronous.averages import recompute_averages
-from yunlu.training.asynchronous.coordinator import AsyncTopology, ServerProgress
-from yunlu.training.asynchronous.rules import build_server_rules, check_job
 from yunlu.training.asynchronous.worker import AsyncEngine, train_worker
 from yunlu.training.attempt import begin_attempt
 from yunlu.training.callbacks import StopRequest
-from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
+from yunlu.training.communication.servers.weights import FlatWeights
 from yunlu.training.engine import Engine
 from yunlu.training.runner import Runner
-from yunlu.training.tasks.task import Batch
-from yunlu.training.training_inputs import TrainingInputs
+from yunlu.training.tasks.task import Batch, TrainingInputs
+from yunlu.training.topology.asynchronous import (
+    AsyncTopology,
+    ServerProgress,
+    build_server_rules,
+    check_job,
+    recompute_averages,
+)
 
 
 def job(**train: Any) -> Job:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from tests.waiting import LIMIT_S
 from yunlu.training.communication.servers.client import ServerClient
-from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.rules import ServerRules, Ticket
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
+from yunlu.training.communication.servers.weights import FlatWeights
 from yunlu.training.optim.build import build_optimizer
 
 BATCH = 24
@@ -81,13 +81,16 @@ class Servers:
         for index in range(rules.shards):
             self.start(index)
 
-    def start(self, index: int) -> None:
+    def start(self, index: int) -> tuple[int, Tensor]:
+        """Returns the version and weights that it begins with: workers change them at once."""
         shard = Shard(shard_directory(self.directory, index))
+        begun = shard.weights.version, shard.weights.flat.clone()
         self.shards[index : index + 1] = [shard]
         server = ShardServer(shard, "127.0.0.1")
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         self._running[index] = (server, thread)
+        return begun
 
     def stop(self, index: int) -> None:
         running, self._running[index] = self._running[index], None

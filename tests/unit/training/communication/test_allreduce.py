@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.connected import close_all, in_threads, make_wires
 from yunlu.core.framing import HEADER_BYTES
-from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
-from yunlu.training.communication.allreduce.hierarchical import group_by_host
-from yunlu.training.communication.allreduce.rank_group import segments, split_evenly
-from yunlu.training.communication.allreduce.trees import TreeNode, double_tree_nodes, heap_tree_node
+from yunlu.training.communication.allreduce import (
+    ALGORITHMS,
+    TreeNode,
+    double_tree_nodes,
+    group_by_host,
+    heap_tree_node,
+    segments,
+    server_allreduce,
+    split_evenly,
+)
 from yunlu.training.communication.transport import LinkLostError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from yunlu.core.errors import JobError
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.codecs.sparse import count_selected, find_largest
 
 _MARGINS = {"none": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 0.51 / 127 * 1.01, "int4": 0.08}

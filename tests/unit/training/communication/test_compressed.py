@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.unit.training.communication.crowd import run_workers
 from yunlu.core.framing import HEADER_BYTES
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.compressed import (
     CompressedAllReduce,
     CompressedAllReducer,

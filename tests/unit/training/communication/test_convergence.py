@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.unit.training.communication.crowd import run_workers
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.compressed import CompressedAllReduce
 from yunlu.training.communication.powersgd import MatrixSlice, PowerSgdAllReduce, as_matrix
-from yunlu.training.optim.frozen_adam import FrozenAdam
-from yunlu.training.optim.fused_adam import FusedAdam
+from yunlu.training.optim.fused_adam import FrozenAdam, FusedAdam
 
 if TYPE_CHECKING:
     from yunlu.training.communication.compressed import LossyAllReduce

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 
 from tests.unit.training.communication.connected import in_threads, make_wires
-from yunlu.planning.communication.measurements import CodecCost, SharedWork
 from yunlu.planning.communication.method_choice import MethodQuery, choose
-from yunlu.training.communication.codecs.registry import make_codec
-from yunlu.training.communication.costs import measure_adding, measure_codecs, measure_low_rank
+from yunlu.planning.communication.timing import CodecCost, SharedWork
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.links import measure_links
+from yunlu.training.communication.method_selector import (
+    measure_adding,
+    measure_codecs,
+    measure_low_rank,
+)
 from yunlu.training.communication.transport import LinkLostError, Transport
 
 if TYPE_CHECKING:

@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.waiting import LIMIT_S
-from yunlu.training.communication.local import METHODS, LocalRules, WeightAveraging
-from yunlu.training.communication.local.site_follower import SiteFollower
+from yunlu.training.communication.local_updates import (
+    METHODS,
+    LocalRules,
+    SiteFollower,
+    WeightAveraging,
+)
 from yunlu.training.communication.transport import LinkLostError, Transport, connect
 
 if TYPE_CHECKING:

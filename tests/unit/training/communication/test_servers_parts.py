@@ -15,10 +15,15 @@ from torch import Tensor
 from yunlu.core.errors import CheckpointError, StoreError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.communication.servers.dispatcher import Dispatcher
-from yunlu.training.communication.servers.journal import ShardJournal, write_state
 from yunlu.training.communication.servers.messages import CompleteTicket, Push
 from yunlu.training.communication.servers.rules import ServerRules, Ticket, TicketSet, shard_ranges
-from yunlu.training.communication.servers.store import Shard, prepare, shard_directory
+from yunlu.training.communication.servers.store import (
+    Shard,
+    ShardJournal,
+    prepare,
+    shard_directory,
+    write_state,
+)
 from yunlu.training.communication.servers.weights import HeldWeights, RefusedPushError
 
 

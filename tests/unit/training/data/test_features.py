@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from yunlu.core.errors import DataError
-from yunlu.training.data.features import ONE_HOT_LIMIT, FeatureMap, find_column, fit_features
-from yunlu.training.data.table import DataTable, ImageRef
+from yunlu.training.data.table import (
+    ONE_HOT_LIMIT,
+    DataTable,
+    FeatureMap,
+    ImageRef,
+    find_column,
+    fit_features,
+)
 
 
 def fit(columns: dict[str, object], *, embed: bool = True) -> tuple[FeatureMap, DataTable]:

@@ -14,8 +14,7 @@ from PIL import Image
 
 from yunlu.core.errors import DataError, MissingPartError
 from yunlu.spec.job import DataSpec
-from yunlu.training.data.packages import SKLEARN, load_sklearn
-from yunlu.training.data.sources import Tables, load_tables
+from yunlu.training.data.sources import SKLEARN, Tables, load_sklearn, load_tables
 from yunlu.training.data.table import AudioRef, ImageRef
 
 if TYPE_CHECKING:

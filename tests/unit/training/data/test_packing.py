@@ -5,21 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AlbertConfig,
-    AlbertForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    ElectraConfig,
-    ElectraForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 from yunlu.training.data import text
 from yunlu.training.data.text import HFPacking, call_packed, can_pack_hf
@@ -42,19 +29,25 @@ LENGTHS = [9, 2, 17, 1, 6]
 
 
 def bert(**changes: Any) -> nn.Module:
-    return BertForSequenceClassification(BertConfig(**{**SIZES, **changes}))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**{**SIZES, **changes})
+    )
 
 
 def distilbert() -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 60, "num_labels": 3, "dim": 16, "hidden_dim": 32}
-    config = DistilBertConfig(n_layers=2, n_heads=2, **sizes)
-    return DistilBertForSequenceClassification(config)
+    config = transformers.DistilBertConfig(n_layers=2, n_heads=2, **sizes)
+    return transformers.DistilBertForSequenceClassification(config)
 
 
 ENCODERS = {
     "bert": bert,
-    "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**SIZES)),
-    "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**ELECTRA)),
+    "roberta": lambda: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**SIZES)
+    ),
+    "electra": lambda: transformers.ElectraForSequenceClassification(
+        transformers.ElectraConfig(**ELECTRA)
+    ),
     "distilbert": distilbert,
 }
 
@@ -116,7 +109,7 @@ def test_a_packed_model_still_answers_padded_batches_and_is_exported_as_it_was(
     torch.testing.assert_close(twin(**inputs).logits, before)
     model.save_pretrained(tmp_path)
     assert "yunlu" not in (tmp_path / "config.json").read_text()
-    again = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(**inputs).logits, before)
 
 
@@ -141,8 +134,8 @@ def test_training_drops_attention_in_packed_samples_too() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: GPT2ForSequenceClassification(
-            GPT2Config(
+        lambda: transformers.GPT2ForSequenceClassification(
+            transformers.GPT2Config(
                 vocab_size=60,
                 n_embd=16,
                 n_layer=1,
@@ -152,7 +145,9 @@ def test_training_drops_attention_in_packed_samples_too() -> None:
                 bos_token_id=2,
             )
         ),
-        lambda: AlbertForSequenceClassification(AlbertConfig(**SIZES, embedding_size=8)),
+        lambda: transformers.AlbertForSequenceClassification(
+            transformers.AlbertConfig(**SIZES, embedding_size=8)
+        ),
         lambda: bert(attn_implementation="eager"),
         lambda: nn.Linear(2, 2),
     ],

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from yunlu.core.secure_link import SecureLink
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.runs.events import ErrorRaised, WarningRaised, WorkerGroupFormed, WorkerLost
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Log
 from yunlu.runs.states import RunState
-from yunlu.training.elastic.control_server import ControlConnection, ControlServer
+from yunlu.training.elastic.control_channel import ControlConnection, ControlServer
 from yunlu.training.elastic.coordinator import MAX_START_FAILURES, Coordinator
 from yunlu.training.elastic.event_reporter import EventReporter
 from yunlu.training.elastic.membership import FIRST_EXCLUSION_S, LOCAL

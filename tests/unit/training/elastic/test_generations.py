@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.layout import Layout, RankCoordinates
-from yunlu.training.elastic.generations import WorkerReport, part_at, plan_generation, split_of
+from yunlu.planning.layouts import Layout, RankCoordinates
+from yunlu.training.elastic.membership import WorkerReport, part_at, plan_generation, split_of
 from yunlu.training.elastic.messages import HeldState
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from yunlu.core.framing import FrameError, FrameReader
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.training.elastic.messages import (
     Assignment,
     Heartbeat,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from yunlu.planning.layout import Layout
+from yunlu.planning.layouts import Layout
 from yunlu.runs.home import open_run
 from yunlu.training.elastic.messages import (
     Assignment,

@@ -16,7 +16,7 @@ from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.core.errors import TrainingError
 from yunlu.spec.train import OptimizerSpec
 from yunlu.training.memory.gradient_release import ReleasingOptimizer, release_gradients
-from yunlu.training.memory.live_bytes import peak_bytes
+from yunlu.training.memory.peak import peak_bytes
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.models.transformer import CausalTransformer
 from yunlu.training.optim.build import build_optimizer

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from yunlu.core.errors import ModelError
-from yunlu.planning.recompute import RecomputeMode
-from yunlu.training.memory.live_bytes import LiveBytes, peak_bytes
+from yunlu.planning.planner import RecomputeMode
+from yunlu.training.memory.peak import LiveBytes, peak_bytes
 from yunlu.training.memory.recompute import apply_recompute, recompute_savings
 from yunlu.training.models.networks import MLP, ConvNet, MatrixFactorization, allow_single_samples
 from yunlu.training.models.transformer import (

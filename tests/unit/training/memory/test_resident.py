@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from yunlu.training.memory.resident import peak_resident_bytes
+from yunlu.training.memory.peak import peak_resident_bytes
 
 SIZE = 256 * 2**20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from yunlu.training.models.transformer import (
     TransformerClassifier,
 )
 
-peft: Any = pytest.importorskip("peft")
+if find_spec("peft") is None:  # importing it takes a second or more
+    pytest.skip("peft is not installed", allow_module_level=True)
 
 IDS = torch.arange(24).reshape(3, 8) % 20
 MASK = torch.ones(3, 8, dtype=torch.bool)
@@ -191,6 +193,7 @@ def test_the_adapter_alone_is_small_and_peft_puts_it_on_the_base(tmp_path: Path)
     assert config["base_model_name_or_path"] == "the-base"
     size = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
     assert size < sum(weight.numel() * 4 for weight in base.parameters())
+    peft: Any = pytest.importorskip("peft")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS, MASK), expected, atol=1e-6, rtol=0)

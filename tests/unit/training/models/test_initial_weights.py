@@ -24,7 +24,7 @@ from yunlu.training.models.initial_weights import (
     describe_base,
     load_initial_weights,
 )
-from yunlu.training.tasks.registry import open_task
+from yunlu.training.tasks.task import open_task
 
 WORDS = ["fine", "poor", "grand", "dull", "bright", "sour"]
 THINGS = ["lamp", "tent", "desk", "chair", "watch", "radio", "kettle", "phone"]

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.checkpoints import copy_optimizer, restore_optimizer
 from yunlu.core.errors import ModelError, TrainingError
-from yunlu.planning.schedule import rate
+from yunlu.planning.large_batch import rate
 from yunlu.spec.train import OptimizerSpec, ScheduleSpec
+from yunlu.training.batch_schedule import Plateau
 from yunlu.training.optim.build import build_optimizer, kernels_for
-from yunlu.training.optim.plateau import Plateau
 
 NAMES = ["constant", "linear", "cosine", "wsd", "plateau"]
 

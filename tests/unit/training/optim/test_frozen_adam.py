@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from yunlu.training.optim.frozen_adam import FrozenAdam
-from yunlu.training.optim.fused_adam import FusedAdam
+from yunlu.training.optim.fused_adam import FrozenAdam, FusedAdam
 
 _BETAS, _EPS, _LR, _DECAY = (0.9, 0.98), 1e-8, 0.01, 0.1
 

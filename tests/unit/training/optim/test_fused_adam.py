@@ -90,7 +90,7 @@ def test_a_plain_run_loads_no_compiler() -> None:
     program = """
 import sys, tempfile, torch
 from pathlib import Path
-from yunlu.runs.documents import write_job
+from yunlu.runs.run_store import write_job
 from yunlu.runs.home import open_run
 from yunlu.spec.job import Job
 from yunlu.training.tasks.python_objects import ObjectTask

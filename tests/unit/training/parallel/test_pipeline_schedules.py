@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.planning.layout import Schedule
+from yunlu.planning.layouts import Schedule
 from yunlu.training.parallel.pipeline_schedules import Action, actions
 
 shapes = st.tuples(

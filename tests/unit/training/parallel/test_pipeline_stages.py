@@ -6,26 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from yunlu.core.errors import ModelError
 from yunlu.training.models.networks import MLP, ConvNet
@@ -77,7 +59,9 @@ _SIZES = {
     "pad_token_id": 0,
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 1}
-_GPT2 = GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=3, n_head=2, pad_token_id=0)
+_GPT2 = transformers.GPT2Config(
+    vocab_size=40, n_positions=32, n_embd=16, n_layer=3, n_head=2, pad_token_id=0
+)
 _MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
 _SLIDING = {"sliding_window": 3, "layer_types": ["full_attention", *["sliding_attention"] * 2]}
 _LAYERS = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
@@ -96,25 +80,46 @@ CASES: dict[str, tuple[Any, Inputs]] = {
     ),
     "sequential": (lambda: nn.Sequential(*_LAYERS), (torch.randn(3, 4),)),
     "cnn": (lambda: ConvNet(1, 3, channels=[4, 8]), (torch.randn(2, 1, 8, 8),)),
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED)), _padded()),
+    "llama": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GROUPED)),
+        _padded(),
+    ),
     "llama, tied": (
-        lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED, tie_word_embeddings=True)),
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**_GROUPED, tie_word_embeddings=True)
+        ),
         _padded(),
     ),
     "llama classifier": (
-        lambda: LlamaForSequenceClassification(LlamaConfig(**_GROUPED, num_labels=3)),
+        lambda: transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(**_GROUPED, num_labels=3)
+        ),
         _padded(),
     ),
     "qwen2, sliding": (
-        lambda: Qwen2ForCausalLM(Qwen2Config(**_GROUPED, **_SLIDING, use_sliding_window=True)),
+        lambda: transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**_GROUPED, **_SLIDING, use_sliding_window=True)
+        ),
         _padded(),
     ),
-    "mistral": (lambda: MistralForCausalLM(MistralConfig(**_GROUPED)), _padded()),
-    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**_GROUPED, head_dim=8)), _padded()),
-    "gpt2": (lambda: GPT2LMHeadModel(_GPT2), _padded()),
-    "gpt2 classifier": (lambda: GPT2ForSequenceClassification(_GPT2), _padded()),
-    "bert": (lambda: BertForSequenceClassification(BertConfig(**_SIZES)), _padded()),
-    "bert, masked": (lambda: BertForMaskedLM(BertConfig(**_SIZES)), _padded()),
+    "mistral": (
+        lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**_GROUPED)),
+        _padded(),
+    ),
+    "gemma2": (
+        lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**_GROUPED, head_dim=8)),
+        _padded(),
+    ),
+    "gpt2": (lambda: transformers.GPT2LMHeadModel(_GPT2), _padded()),
+    "gpt2 classifier": (lambda: transformers.GPT2ForSequenceClassification(_GPT2), _padded()),
+    "bert": (
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**_SIZES)),
+        _padded(),
+    ),
+    "bert, masked": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES)),
+        _padded(),
+    ),
 }
 
 
@@ -247,8 +252,10 @@ class _Twice(nn.Module):
             "several stacks of layers",
         ),
         (
-            T5ForConditionalGeneration(
-                T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+            transformers.T5ForConditionalGeneration(
+                transformers.T5Config(
+                    vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+                )
             ),
             "several stacks of layers",
         ),

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from yunlu.training.precision import Precision, PrecisionChange
-from yunlu.training.precision.adaptive import LONGEST_WAIT
-from yunlu.training.precision.modules import find_candidates
-from yunlu.training.precision.policy import SpikeDetector
-from yunlu.training.precision.ranges import FiniteProbe, RangeProbe
+from yunlu.training.precision.adaptive import LONGEST_WAIT, SpikeDetector
+from yunlu.training.precision.ranges import FiniteProbe, RangeProbe, find_candidates
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yunlu.core.errors import JobError
 from yunlu.training.precision import Precision, check_precision
+from yunlu.training.precision.adaptive import LARGEST, SMALLEST, LossScale
 from yunlu.training.precision.autocast import tf32_products
-from yunlu.training.precision.policy import LARGEST, SMALLEST, LossScale
 from yunlu.training.tasks.scoring import loss_sum
 
 CPU = torch.device("cpu")

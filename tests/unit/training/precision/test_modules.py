@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import AveragedModel
 
-from yunlu.training.precision.modules import (
+from yunlu.training.precision.ranges import (
     find_candidates,
     is_covered,
     is_movable,

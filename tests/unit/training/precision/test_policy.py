@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.training.precision.policy import POWERS, judge
+from yunlu.training.precision.adaptive import POWERS, judge
 from yunlu.training.precision.ranges import LOST_SHARE, FloatFormat, ValueRange, measure, read
 
 FP16 = FloatFormat.of("fp16", torch.float16)

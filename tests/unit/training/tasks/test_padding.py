@@ -11,8 +11,7 @@ from tests.unit.training.tiny_hf import save_bert, save_gpt2, save_t5
 from yunlu.core.errors import DataError, ModelError
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import lengths_of
-from yunlu.training.tasks.registry import open_task
-from yunlu.training.tasks.task import check_padding, collate_for, padding_options
+from yunlu.training.tasks.task import check_padding, collate_for, open_task, padding_options
 
 if TYPE_CHECKING:
     from pathlib import Path

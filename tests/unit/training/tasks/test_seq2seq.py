@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.unit.training.tiny_hf import save_t5
 from yunlu.core.errors import DataError
 from yunlu.spec.job import Job
-from yunlu.training.tasks.decoding import GenerativeOutputs
+from yunlu.training.tasks.scoring import GenerativeOutputs
 from yunlu.training.tasks.seq2seq import Seq2Seq
 from yunlu.training.tasks.task import Batch
 

@@ -10,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yunlu.core.errors import DataError, ModelError
+from yunlu.training.tasks.scoring import edit_distance
+from yunlu.training.tasks.speech_to_text import Characters, TranscriptScorer, clean_text
 from yunlu.training.tasks.task import Batch
-from yunlu.training.tasks.transcripts import (
-    Characters,
-    TranscriptScorer,
-    clean_text,
-    edit_distance,
-)
 
 words = st.text("abc", max_size=8)
 

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from yunlu.core.errors import JobError
+from yunlu.core.imports import CODECS, call_with, import_object, load_registered, names_object
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -73,3 +78,27 @@ def put(values: Tensor, out: Tensor, *, add: bool) -> None:
         out.add_(values)
     else:
         out.copy_(values)
+
+
+def make_codec(name: str, *, block: int | None = None, share: float = 0.01) -> Codec:
+    """Make a codec; its factory gets those of the options that it names.
+
+    PowerSGD is not among them: it needs the shapes of the weights.
+
+    Args:
+        name: Its name in a job.
+        block: Values per scale (``int8``, ``int4``, ``onebit``).
+        share: Share of values sent (``topk``, ``randomk``).
+    """
+    factory: Callable[..., Codec]
+    if names_object(name):
+        factory = import_object(name)
+    else:
+        factory = load_registered(CODECS, name, kind="codec")
+    codec = call_with(factory, block=block, share=share)
+    if not isinstance(codec, Codec):
+        raise JobError(
+            f"communication.codec: {name} is not a codec.",
+            hint="it needs name, size_bytes, encode and decode; see yunlu.testing.codecs",
+        )
+    return codec

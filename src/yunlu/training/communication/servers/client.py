@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.core.errors import ModelError, TrainingError
-from yunlu.training.communication.codecs.codec import IdentityCodec
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import IdentityCodec, make_codec
 from yunlu.training.communication.error_feedback import ErrorFeedback
-from yunlu.training.communication.servers.flat import FlatWeights
 from yunlu.training.communication.servers.messages import (
     ClaimTicket,
     CompleteTicket,
@@ -24,8 +22,8 @@ from yunlu.training.communication.servers.messages import (
 )
 from yunlu.training.communication.servers.rules import shard_ranges
 from yunlu.training.communication.servers.server_link import ServerLink
-from yunlu.training.communication.servers.weights import is_finite
-from yunlu.training.communication.transport_session import Traffic
+from yunlu.training.communication.servers.weights import FlatWeights, is_finite
+from yunlu.training.communication.transport import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,17 +1,27 @@
-"""Server of a shard: connections of workers, one thread, non-blocking."""
+"""Server of a shard: connections of workers, one thread, non-blocking.
+
+``python -m yunlu.training.communication.servers.server DIRECTORY INDEX`` runs it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import selectors
+import signal
 import socket
+import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from yunlu.core.framing import FrameError, FrameReader, encode_frame
-from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret, drop_sent
-from yunlu.training.communication.servers.address import ServerAddress, publish_address
+from yunlu.core.secrets import make_process_private
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, bind_address, derive_secret, drop_sent
 from yunlu.training.communication.servers.messages import (
     HELLO_BYTES,
     REQUEST_BYTES,
@@ -30,6 +40,12 @@ from yunlu.training.communication.servers.messages import (
 )
 from yunlu.training.communication.servers.rules import Ticket
 from yunlu.training.communication.servers.server_link import enable_keepalive
+from yunlu.training.communication.servers.store import (
+    ServerAddress,
+    Shard,
+    publish_address,
+    shard_directory,
+)
 from yunlu.training.communication.servers.weights import RefusedPushError
 
 if TYPE_CHECKING:
@@ -41,7 +57,7 @@ if TYPE_CHECKING:
     from yunlu.core.framing import Frame
     from yunlu.training.communication.servers.dispatcher import Dispatcher
     from yunlu.training.communication.servers.messages import Request
-    from yunlu.training.communication.servers.store import Shard
+
 
 log = logging.getLogger(__name__)
 _SILENCE_CHECK_S = 1.0
@@ -316,3 +332,46 @@ class ShardServer:
             limit_s = self._shard.rules.silence_s if client.worker else HANDSHAKE_S
             if client.waiting is None and now - client.received_at > limit_s:
                 self._disconnect(link, f"silent for {limit_s:.0f} s")
+
+
+def serve(directory: Path, index: int, host: str, *, with_parent: bool = False) -> None:
+    """Serve one shard of a directory made by ``prepare``, until SIGTERM or SIGINT.
+
+    Args:
+        directory: Of all servers.
+        index: Index of this server.
+        host: Address to listen on.
+        with_parent: End with the parent process.
+    """
+    parent = os.getppid()
+    server = ShardServer(
+        Shard(shard_directory(directory, index)),
+        host,
+        is_needed=lambda: not with_parent or os.getppid() == parent,
+    )
+
+    def end(*_: object) -> None:
+        server.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server.run()
+
+
+def main() -> int:
+    """Parse arguments and serve."""
+    parser = argparse.ArgumentParser(description="Serve a part of a model's weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("index", type=int)
+    parser.add_argument("--host", default=bind_address())
+    parser.add_argument("--with-parent", action="store_true")
+    given = parser.parse_args()
+    make_process_private()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)  # it shares a machine with workers; updates are bound by memory
+    serve(given.directory, given.index, given.host, with_parent=given.with_parent)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

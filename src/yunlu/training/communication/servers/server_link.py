@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from yunlu.core.errors import TrainingError
 from yunlu.core.framing import FrameError, FrameReader, send_frame
 from yunlu.core.secure_link import connect_link, derive_secret
-from yunlu.training.communication.servers.address import read_address
 from yunlu.training.communication.servers.messages import (
     REQUEST_BYTES,
     ServerHello,
     dump_message,
     read_reply,
 )
+from yunlu.training.communication.servers.store import read_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from yunlu.core.value import Value
     from yunlu.training.communication.servers.messages import ServerReply
     from yunlu.training.communication.servers.rules import Ticket
-    from yunlu.training.communication.transport_session import Traffic
+    from yunlu.training.communication.transport import Traffic
 
 _RETRY_S = (0.01, 0.5)
 """Delay between two attempts to connect, at first and later."""

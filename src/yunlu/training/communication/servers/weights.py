@@ -1,4 +1,4 @@
-"""A server's part of the weights, and how gradients update it."""
+"""Weights at the servers: as one flat tensor, a server's part of it, and how gradients update it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,55 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yunlu.training.communication.codecs.registry import make_codec
+from yunlu.training.communication.codecs.codec import make_codec
 from yunlu.training.communication.servers.rules import TicketSet
 from yunlu.training.optim.build import build_optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Buffer
 
     from yunlu.training.communication.servers.messages import Outcome, Push
     from yunlu.training.communication.servers.rules import ServerRules, Ticket
+
+
+class FlatWeights:
+    """Copies weights and gradients to and from one flat tensor, in the order of the servers."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        matrices = [weight for weight in weights if weight.ndim >= 2]
+        self.weights = [*matrices, *(weight for weight in weights if weight.ndim < 2)]
+        self.length = sum(weight.numel() for weight in self.weights)
+        self.decayed = sum(weight.numel() for weight in matrices)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The weights."""
+        flat = torch.empty(self.length)
+        for weight, part in zip(self.weights, self._parts(flat), strict=True):
+            part.copy_(weight.reshape(-1))
+        return flat
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Set the weights."""
+        for weight, part in zip(self.weights, self._parts(flat), strict=True):
+            weight.copy_(part.view(weight.shape))
+
+    def read_gradients(self) -> Tensor:
+        """Gradients; zeros for weights without one."""
+        flat = torch.empty(self.length)
+        for weight, part in zip(self.weights, self._parts(flat), strict=True):
+            if weight.grad is None:
+                part.zero_()
+            else:
+                part.copy_(weight.grad.reshape(-1))
+        return flat
+
+    def _parts(self, flat: Tensor) -> Sequence[Tensor]:
+        return flat.split([weight.numel() for weight in self.weights])
+
 
 _TYPES = {str(kind): kind for kind in (torch.float32, torch.int64)}
 

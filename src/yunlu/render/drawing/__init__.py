@@ -1,1 +1,0 @@
-"""The drawing kit: figure values to SVG and to matplotlib."""

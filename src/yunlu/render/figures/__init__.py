@@ -1,1 +1,0 @@
-"""Figures as data: values that the page, matplotlib or a browser draws."""

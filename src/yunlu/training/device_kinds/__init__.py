@@ -1,0 +1,1 @@
+"""What is specific to one kind of device: one file each."""

@@ -1,0 +1,408 @@
+"""Rehearsal: a job's real step on fake tensors, for any number of workers, before anyone pays.
+
+Fake tensors have shapes and no values: the model is built, parallelised, run forward and backward, and
+updated as in training, by the code that trains, in a process group whose messages go nowhere. Found this
+way: the peak memory of each worker by what takes it, and every error of shape, divisibility, device or
+sharding. Not found: numbers, hangs, speed, fragmentation, and the buffers of communication libraries.
+
+The second step is measured. In the first one the optimiser makes its state, and DTensor derives its
+sharding rules on whole fake tensors, which no worker would hold.
+
+``python -m yunlu.training.rehearsal`` reads a job and a plan from its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from time import process_time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from yunlu.core.errors import ModelError, YunluError
+from yunlu.core.limits import decode_json
+from yunlu.planning.layouts import AXES
+from yunlu.planning.plan import Plan, RankRehearsal, Rehearsal
+from yunlu.spec.job import Job
+from yunlu.training.data.batches import lengths_of
+from yunlu.training.device import CPU, accelerator_kind
+from yunlu.training.engine import make_optimizer, wrap_model
+from yunlu.training.memory.peak import LiveBytes
+from yunlu.training.memory.recompute import apply_recompute
+from yunlu.training.model_profiler import blank_job, fake_values
+from yunlu.training.models.adapter import add_adapter
+from yunlu.training.models.networks import allow_single_samples
+from yunlu.training.parallel.pipeline import PendingReceive, StageMessage, StageTransport
+from yunlu.training.parallel.world import World
+from yunlu.training.precision import Precision
+from yunlu.training.single_worker import SingleCommunication
+from yunlu.training.tasks.task import collate_for, open_task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from yunlu.training.single_worker import WrappedModel
+    from yunlu.training.tasks.task import Batch, Samples, Task
+
+_MOST_MICROS = 2
+"""Micro-batches that are rehearsed without a pipeline: the second one finds the gradients of the first."""
+
+
+def rehearse(job: Job, plan: Plan) -> Rehearsal:
+    """Rehearse a step of the plan on every kind of worker that it has; raises what training would raise."""
+    began_s = process_time()
+    task = open_task(job.task)
+    splits = task.load(job)
+    batch = _largest_batch(task, splits.train, plan)
+    device = _fake_device(plan)
+    ranks: list[RankRehearsal] = []
+    sent: _Sent = {}
+    with _fake_group(plan):
+        for rank in _kinds_of_ranks(plan):
+            with _explained(rank, plan):
+                world = _make_world(plan, device, rank)
+                ranks.append(_rehearse_rank(job, plan, world, task, batch, sent=sent))
+    return Rehearsal(
+        ranks=tuple(ranks),
+        kernels=device.type,
+        cpu_s=process_time() - began_s,
+        samples=batch.samples,
+    )
+
+
+def _kinds_of_ranks(plan: Plan) -> list[int]:
+    """The first worker of each pipeline stage: other axes split evenly, and the first holds the most."""
+    layout = plan.layout
+    stages: dict[int, int] = {}
+    for rank in range(layout.world):
+        stages.setdefault(layout.place_of(rank).pp, rank)
+    return [stages[number] for number in sorted(stages)]
+
+
+def _fake_device(plan: Plan) -> torch.device:
+    """The plan's own kind of device where this process has one: its kernels decide what is kept."""
+    kind = accelerator_kind()
+    return torch.device(kind, 0) if kind is not None and kind == plan.device else CPU
+
+
+def _largest_batch(task: Task, samples: Samples, plan: Plan) -> Batch:
+    """A micro-batch of the longest samples."""
+    lengths = lengths_of(samples)
+    count = len(samples)
+    if lengths is None:
+        order = range(min(plan.micro_batch, count))
+    else:
+        totals = lengths.reshape(len(lengths), -1).sum(axis=1)
+        order = (-totals).argsort(kind="stable")[: plan.micro_batch].tolist()
+    chosen = [samples[int(index)] for index in order]
+    full = [chosen[number % len(chosen)] for number in range(plan.micro_batch)]
+    return collate_for(task, plan.padding)(full)
+
+
+@contextmanager
+def _fake_group(plan: Plan) -> Generator[None]:
+    """A default process group of all workers whose collectives return at once."""
+    if plan.layout.is_single:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - slow
+
+    dist.init_process_group("fake", rank=0, world_size=plan.layout.world, store=FakeStore())
+    plain = {name: getattr(DeviceMesh, name) for name in _MESH_MAKERS}
+    for name, make in plain.items():
+        setattr(DeviceMesh, name, _with_real_numbers(make))
+    try:
+        yield
+    finally:
+        for name, make in plain.items():
+            setattr(DeviceMesh, name, make)
+        dist.destroy_process_group()
+
+
+_MESH_MAKERS = ("__init__", "__getitem__", "_concatenate", "_flatten")
+
+
+def _with_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Meshes are made by computing with ranks."""
+
+    def made(*args: Any, **more: Any) -> Any:
+        with _no_modes():
+            return make(*args, **more)
+
+    return made
+
+
+@contextmanager
+def _explained(rank: int, plan: Plan) -> Generator[None]:
+    """Errors of a step as errors of the job."""
+    try:
+        yield
+    except YunluError:
+        raise
+    except Exception as error:
+        where = "" if plan.layout.is_single else f" on worker {rank} of {plan.layout.world}"
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"The step fails{where} under {plan.layout}: {type(error).__name__}: {reason}",
+            hint="The same step would fail in training: change the model, or the layout.",
+        ) from error
+
+
+def _rehearse_rank(
+    job: Job, plan: Plan, world: World, task: Task, batch: Batch, *, sent: _Sent
+) -> RankRehearsal:
+    memory = LiveBytes()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device(world.device), memory, _HealthyReads():
+        step = _RehearsedStep(job, plan, task, world, memory=memory, sent=sent)
+        micros = [_make_fake(batch)] * step.micros
+        step.run(micros)
+        memory.forget_peak()
+        step.run(micros)
+        step.close()
+    return RankRehearsal(
+        rank=world.rank, peak_bytes=memory.peak, phase=memory.peak_phase, parts=memory.parts
+    )
+
+
+def _make_fake(batch: Batch) -> Batch:
+    return replace(batch, inputs=fake_values(batch.inputs), targets=fake_values(batch.targets))
+
+
+def _make_world(plan: Plan, device: torch.device, rank: int) -> World:
+    layout = plan.layout
+    if layout.is_single:
+        return _RehearsedWorld(layout=layout, device=device)
+    names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
+    shape = tuple(layout.size_of(axis) for axis in names)
+    _set_rank(rank)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return _RehearsedWorld(layout=layout, rank=rank, device=device, mesh=mesh)
+
+
+def _set_rank(rank: int) -> None:
+    """Speak for another worker: the groups of a mesh are made for the rank of the default group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - slow
+
+    if dist.get_rank() == rank:
+        return
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+
+class _RehearsedWorld(World):
+    """Meshes are made of real numbers, and slicing one makes another."""
+
+    def axis(self, *names: str) -> DeviceMesh | None:
+        """As ``World.axis``."""
+        with _no_modes():
+            return super().axis(*names)
+
+    def group(self, *names: str) -> Any:
+        """As ``World.group``."""
+        with _no_modes():
+            return super().group(*names)
+
+    def wait_for(self, work: dist.Work, *, on_device: bool | None = None) -> None:
+        """Nothing is under way, and nothing ever completes."""
+
+
+@contextmanager
+def _no_modes() -> Generator[None]:
+    with unset_fake_temporarily(), torch.device(CPU):
+        yield
+
+
+class _RehearsedStep:
+    """A worker's model and optimiser, and the phases of a step as the engine has them.
+
+    Without what reads values: the guard's verdict, clipping by the norm, loss scaling, gradient noise.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, task: Task, world: World, *, memory: LiveBytes, sent: _Sent
+    ) -> None:
+        self.task, self.memory = task, memory
+        memory.phase = "weights"
+        model = _build(job, task)
+        model.train()
+        apply_recompute(model, plan.recompute, share=plan.recompute_share)
+        self.wrapped: WrappedModel = wrap_model(model, world, _NoCommunication(plan))
+        pipeline: Any = getattr(self.wrapped, "_pipeline", None)
+        if pipeline is not None:
+            pipeline.use_transport(_RehearsedTransport(sent, pipeline.rank, world.device))
+        self.optimizer, self._release = make_optimizer(job, plan, model, self.wrapped.optimized)
+        name = "bf16" if plan.precision in {"fp16", "fp8"} else plan.precision
+        self._precision = Precision(
+            "fp32" if name == "tf32" else name,
+            world.device,
+            keeps_lowered_weights=plan.layout.fsdp == 1,
+        )
+        self.micros = (
+            plan.accumulation if plan.layout.pp > 1 else min(plan.accumulation, _MOST_MICROS)
+        )
+
+    def run(self, micros: Sequence[Batch]) -> None:
+        """One step."""
+        memory, wrapped = self.memory, self.wrapped
+        memory.phase = "activations"
+        with wrapped.step_context():
+            wrapped.accumulate(
+                micros, self._loss_of, self._backward, forward=self._precision.forward
+            )
+        wrapped.finish()
+        memory.assign("gradients", (weight.grad for weight in wrapped.leaves))
+        memory.phase = "update"
+        self.optimizer.step()
+        wrapped.publish()
+        memory.assign("optimiser state", _state_of(self.optimizer))
+        self.optimizer.zero_grad(set_to_none=True)
+        wrapped.drop_gradients()
+
+    def close(self) -> None:
+        """Remove the hooks from the weights."""
+        self.wrapped.close()
+
+    def _loss_of(self, model: nn.Module, micro: Batch) -> Tensor:
+        loss, _ = self.task.loss(model, micro)
+        return loss / max(micro.items, 1)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def _build(job: Job, task: Task) -> nn.Module:
+    """The model without its trained weights, and with the adapter that training adds to them."""
+    model = task.build(blank_job(job))
+    allow_single_samples(model)
+    if job.model.adapter is None:
+        return model
+    with _moves_skipped():
+        return add_adapter(model, job.model.adapter)
+
+
+@contextmanager
+def _moves_skipped() -> Generator[None]:
+    """Modules are where they belong, and torch cannot move some of fake tensors."""
+    move: Any = nn.Module.to
+
+    def stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return module
+
+    nn.Module.to = stay  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.to = move
+
+
+class _NoCommunication(SingleCommunication):
+    """Torch's all-reduce, which the fake group answers."""
+
+    def __init__(self, plan: Plan) -> None:
+        del plan
+
+
+def _state_of(optimizer: Any) -> Iterator[Any]:
+    for state in optimizer.state.values():
+        yield from tree_iter(state)
+
+
+_Sent = dict[int, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes of the activations that rehearsed stages have sent, by tag."""
+
+
+class _Sending:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class _RehearsedTransport(StageTransport):
+    """Keeps what is sent as long as training would; what is received has the shape that was sent."""
+
+    def __init__(self, sent: _Sent, rank: int, device: torch.device) -> None:
+        super().__init__(None, rank, device)
+        self._sent = sent
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Record the shape."""
+        if to == self._rank:
+            super().send(tensor, to, tag)
+            return
+        if tensor.is_floating_point():  # not a header
+            self._sent[tag] = tuple(tensor.shape), tensor.dtype
+        self._sending.setdefault((to, tag), []).append((_Sending(), tensor.contiguous()))
+
+    def expect(self, buffer: Tensor, source: int, tag: int) -> PendingReceive:
+        """The buffer as it is."""
+        if source == self._rank:
+            return super().expect(buffer, source, tag)
+        return PendingReceive(buffer, _Sending())
+
+    def listen(self, messages: Sequence[StageMessage]) -> None:
+        """Nothing arrives before it is taken."""
+
+    def take(self, message: StageMessage) -> Tensor:
+        """An activation of the shape that its stage has sent; interleaved stages send later, but alike."""
+        if message.source == self._rank:
+            return super().take(message)
+        shape, dtype = self._sent.get(message.tag) or next(iter(self._sent.values()))
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _one(tensor: Tensor) -> bool | int | float:
+    """What a healthy step reads: flags are set, and counts are above 0."""
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _have_same_shape(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape
+
+
+_READ: dict[Any, Any] = {
+    torch.ops.aten._local_scalar_dense.default: _one,
+    torch.ops.aten.equal.default: _have_same_shape,
+}
+
+
+class _HealthyReads(TorchDispatchMode):
+    """Answers whoever reads the value of a fake tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func in _READ and isinstance(args[0], FakeTensor):
+            return _READ[func](*args)
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> int:
+    """Rehearse the job and plan on the standard input; errors are printed as JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            given = decode_json(sys.stdin.buffer.read())
+            job, plan = Job.model_validate(given["job"]), Plan.model_validate(given["plan"])
+            answer = {"found": rehearse(job, plan).model_dump(mode="json")}
+        except YunluError as error:
+            details = {"code": error.code, "message": error.message, "hint": error.hint}
+            answer = {"error": details}
+    sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,19 @@ class Ways(Recorder):
         return super().after_step(step)
 
 
+@contextmanager
+def slow_choice(measure: Callable[..., WireFigures], clock: Clock) -> Iterator[None]:
+    """Slow links, on which every choice is close enough to be timed, by a clock of the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MethodSelector, "_measure", measure)
+        patch.setattr(method_choice, "_LEAST_STEPS", 1)
+        patch.setattr(method_choice, "_DOUBT", 1e9)
+        patch.setattr(method_selector, "STEPS_PER_METHOD", EACH)
+        patch.setattr(method_selector, "_TIMED_STEPS", EACH - 2)
+        patch.setattr(method_selector, "perf_counter", clock)
+        yield
+
+
 def _try(
     rank: int, path: str, seconds: list[tuple[float, float]], way: str
 ) -> tuple[list[float], list[int], list[bool], list[Any]]:
@@ -74,13 +89,7 @@ def _try(
         return make_even(world.hosts, latency_s=1e-4, bytes_per_s=1e4)
 
     clock = Clock(*seconds[rank])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MethodSelector, "_measure", measure)
-        patch.setattr(method_choice, "_LEAST_STEPS", 1)
-        patch.setattr(method_choice, "_DOUBT", 1e9)
-        patch.setattr(method_selector, "STEPS_PER_METHOD", EACH)
-        patch.setattr(method_selector, "_TIMED_STEPS", EACH - 2)
-        patch.setattr(method_selector, "perf_counter", clock)
+    with slow_choice(measure, clock):
         engine = build(world, way, tell=tell)
         clock.engine = engine
         seen = Ways(engine)
@@ -118,3 +127,44 @@ def test_what_the_job_names_is_not_left_to_the_clock(tmp_path: Path) -> None:
     for _, _, ways, told in run_ranks(_try, 2, str(tmp_path / "store"), TORCH_WINS, "ring"):
         assert len(set(ways)) == 1
         assert len(told) <= 1
+
+
+def _left_alone(rank: int, path: str) -> tuple[list[float], list[str]]:
+    """The other worker leaves while two methods are compared: there is nothing to compare any more."""
+    world = form_world(
+        Layout(dp=2),
+        rank,
+        dist.FileStore(path, 2),
+        secret=b"test",
+        device=CPU,
+        host=f"127.0.0.{rank + 1}",
+    )
+    reasons: list[str] = []
+
+    def measure(_self: MethodSelector, world: World) -> WireFigures:
+        return make_even(world.hosts, latency_s=1e-4, bytes_per_s=1e4)
+
+    clock = Clock(1.0, 3.0)
+    with slow_choice(measure, clock):
+        engine = build(world, "auto", tell=lambda event: reasons.append(event.reason))
+        clock.engine = engine
+        seen = Recorder(engine, until=2)
+        loop.run(engine, seen)
+        if rank == 0:
+            alone_world = form_world(
+                Layout(), 0, dist.FileStore(f"{path}-alone", 1), secret=b"test", device=CPU
+            )
+            engine.rejoin(alone_world, micro_batch=2)
+            seen.until = STEPS
+            loop.run(engine, seen)
+            alone_world.close()
+        engine.close()
+    world.close()
+    return seen.losses, reasons
+
+
+def test_who_is_left_alone_compares_no_more(tmp_path: Path) -> None:
+    (losses, reasons), (first, _) = run_ranks(_left_alone, 2, str(tmp_path / "store"))
+    assert losses == pytest.approx(alone(), abs=1e-5)
+    assert len(first) == 2
+    assert len(reasons) == 1

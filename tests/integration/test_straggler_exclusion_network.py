@@ -90,6 +90,8 @@ def test_launched_workers_go_on_without_the_slow_one_and_end_together(
     chosen, *anew = events(run, CommunicationChosen)
     refused = RefusedSetting(name="asynchronous", reason="a worker is excluded")
     assert all(refused in each.refused for each in anew)
+    alone_from = [event.from_step for event in later if len(event.ranks) == 1]
+    assert not [event for event in anew if event.step > min(alone_from, default=FEWER)]
     assert 2 in chosen.excluded
     assert rig.address(2) in chosen.reason.rpartition("; ")[2]
 

@@ -283,9 +283,9 @@ class EngineCommunication:
 
     def _open(self, step: int) -> Communicator:
         self._sent_before = 0
-        if self.world.layout.is_single:
+        if self.world.layout.is_single and self._selector is None:
             return SyncCommunicator(self.world)
-        # Only workers with peers import the method selection.
+        # Only workers with peers import the method selection; one that is left alone tells it so.
         from yunlu.training.communication.method_selector import MethodSelector  # noqa: PLC0415
 
         if self._selector is None:

@@ -44,7 +44,8 @@ _SOCKADDR = struct.Struct("<H2s4s")
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 18
 _MAX_UNAUTHENTICATED = 64
-_MAX_BINDS = 4096
+_MAX_BINDS = 32
+_FIRST_PORT, _LAST_PORT = 1024, 65535
 
 
 class TunnelStore(Store):
@@ -423,17 +424,24 @@ def _bind_ordered(own_port: int, *, is_less: bool) -> socket.socket:
     address, and it compares the ports as numbers in network byte order. Exactly one of the two must
     find the other's less.
     """
+
+    def is_ordered(port: int) -> bool:
+        return (socket.htons(port) < socket.htons(own_port)) == is_less
+
     rejected: list[socket.socket] = []
     try:
         for _ in range(_MAX_BINDS):
             listener = socket.create_server((LOOPBACK, 0), backlog=64)
-            port = listener.getsockname()[1]
-            if (socket.htons(port) < socket.htons(own_port)) == is_less:
+            if is_ordered(listener.getsockname()[1]):
                 return listener
             rejected.append(listener)
     finally:
         for listener in rejected:
             listener.close()
+    # Next to a port such as 0xb4ff few are left: the system would hardly ever choose one of them.
+    for port in filter(is_ordered, range(_LAST_PORT, _FIRST_PORT - 1, -1)):
+        with suppress(OSError):
+            return socket.create_server((LOOPBACK, port), backlog=64)
     raise OSError(f"no free local port on the {'lower' if is_less else 'upper'} side of {own_port}")
 
 

@@ -29,7 +29,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, Document, Log, RunStore
-from yunlu.training.callbacks import TrialControl
+from yunlu.training.trial_control import TrialControl
 
 sys.path.append(str(Path(__file__).parents[2]))  # it is run as a program
 from tests.sample_events import sample

@@ -1,7 +1,11 @@
-"""An attempt at a run: its lock, its start, its environment, how it is asked to stop, and how it failed."""
+"""An attempt at a run: its lock, its start, its environment, how it is asked to stop, and how it failed.
+
+Supervisors make attempts, too: nothing here loads torch before an error of torch has to be named.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -19,8 +23,6 @@ from yunlu.core.processes import process_began_at, start_time
 from yunlu.core.secrets import mask
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import Claim, HeldClaim
-from yunlu.training.callbacks import StopRequest
-from yunlu.training.memory.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -88,6 +90,22 @@ def run_lock(directory: RunStore, *, passed_on: str | None = None) -> Generator[
         yield held
 
 
+class StopRequest:
+    """Set by a signal, read at step boundaries."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self, *_: Any) -> None:
+        """Request a stop at the next step boundary; usable as a signal handler."""
+        self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a stop was requested."""
+        return self._event.is_set()
+
+
 @contextmanager
 def signals_as_stop() -> Generator[StopRequest]:
     """Turn SIGTERM and Ctrl-C into a stop request for the next step boundary."""
@@ -113,7 +131,7 @@ def as_user_error(error: Exception) -> YunluError:
         return TrainingError(
             f"The disk is full: {error}", hint="Free some space, then `yunlu resume`."
         )
-    if is_out_of_memory(error):
+    if _lacks_memory(error):
         return TrainingError(
             f"Memory ran out: {error}", hint="Lower train.micro_batch, then `yunlu resume`."
         )
@@ -122,6 +140,14 @@ def as_user_error(error: Exception) -> YunluError:
     )
     internal.code = "internal"
     return internal
+
+
+def _lacks_memory(error: Exception) -> bool:
+    if "torch" in sys.modules:
+        from yunlu.training.memory.out_of_memory import is_out_of_memory  # noqa: PLC0415 - loads torch
+
+        return is_out_of_memory(error)
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
 PACKAGES = (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from yunlu.core.limits import decode_json
 from yunlu.runs.events import (
     CheckpointSaved,
     PrecisionChanged,
@@ -18,7 +16,7 @@ from yunlu.runs.events import (
     StateChanged,
     StepSkipped,
 )
-from yunlu.runs.run_store import Area, Document, Log, read_json, read_number
+from yunlu.runs.run_store import Area, Document, Log, read_number
 from yunlu.runs.states import RunState
 from yunlu.spec.search import lower_is_better
 from yunlu.training.checkpoint.store import CheckpointStore
@@ -26,6 +24,7 @@ from yunlu.training.device import max_memory_bytes
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
 from yunlu.training.memory.peak import peak_resident_bytes
+from yunlu.training.trial_control import open_trial_control
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
     import torch
 
     from yunlu.runs.run_store import RunStore
+    from yunlu.training.attempt import StopRequest
     from yunlu.training.checkpoint.files import CheckpointEntry, CheckpointReader
     from yunlu.training.checkpoint.store import SaveGroup
     from yunlu.training.engine import Engine
     from yunlu.training.loop import Step
     from yunlu.training.single_worker import StepRequest
     from yunlu.training.trackers.tracker import TrackerThread
+    from yunlu.training.trial_control import PruneDecision
 
 
 _FLUSH_EVERY_S = 0.5
@@ -112,91 +113,6 @@ class MetricLog:
 
 def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
     return {f"train/{name}": float(record[name]) for name in _TRACKED if name in record}
-
-
-PATIENCE_S = 5.0
-"""How long a run waits at its last rung for a decision; then it saves, and frees its devices."""
-_POLL_S = 0.01
-_PARTICIPLES: dict[Literal["hold", "prune"], str] = {"prune": "pruned", "hold": "held"}
-
-
-@dataclass(frozen=True, slots=True)
-class PruneDecision:
-    """Decision to end a trial here: paused (``hold``) or for good (``prune``)."""
-
-    kind: Literal["hold", "prune"]
-    reason: str
-
-
-class TrialControl:
-    """Reads the decisions of the study, which may pause or prune the run between steps; used by one worker.
-
-    The study runner writes the document ``trial_control.json`` of the run: ``until``, the evaluation up to
-    which the run may go; ``hold`` or ``prune``, with the reason. The worker only reads it.
-    """
-
-    def __init__(self, run: RunStore, *, patience_s: float = PATIENCE_S) -> None:
-        self._run, self._patience_s = run, patience_s
-        about = read_json(run, Document.TRIAL) or {}
-        self.saves: bool = about.get("saves", False)
-        """Whether other trials may start from any of its evaluations."""
-        self.is_copy: bool = about.get("is_copy", False)
-        """Whether it started from another trial's checkpoint, with settings of its own."""
-        self._version: tuple[int, ...] | None = None
-        self._document: dict[str, Any] = {}
-
-    def peek(self, rung: int) -> PruneDecision | None:
-        """The current decision, if any; ``rung`` is the last evaluation of the run."""
-        self._read()
-        for kind, word in _PARTICIPLES.items():
-            if kind in self._document:
-                why = self._document[kind]
-                return PruneDecision(kind, f"{word} at rung {rung}" + (f": {why}" if why else ""))
-        return None
-
-    def ask(self, rung: int, *, keep_waiting: Callable[[], bool]) -> PruneDecision | None:
-        """The decision after an evaluation; at the last allowed rung, waits for it.
-
-        ``keep_waiting`` returns false once the run is to stop for another reason.
-        """
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            decision = self.peek(rung)
-            if decision is not None or rung < self._document.get("until", math.inf):
-                return decision
-            if not keep_waiting():
-                return None
-            if time.monotonic() > deadline:
-                return PruneDecision("hold", f"held at rung {rung}: no decision from the study")
-            time.sleep(_POLL_S)
-
-    def _read(self) -> None:
-        """Reload the document if its version changed; called after every step."""
-        stat = self._run.stat(Document.TRIAL_CONTROL)
-        if stat is not None and stat.version != self._version:
-            content = self._run.read(Document.TRIAL_CONTROL)
-            self._document, self._version = decode_json(content or b"{}"), stat.version
-
-
-def open_trial_control(run: RunStore) -> TrialControl | None:
-    """The control of a run that is a trial; None for other runs."""
-    return TrialControl(run) if run.has(Document.TRIAL) else None
-
-
-class StopRequest:
-    """Set by a signal, read at step boundaries."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self, *_: Any) -> None:
-        """Request a stop at the next step boundary; usable as a signal handler."""
-        self._event.set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a stop was requested."""
-        return self._event.is_set()
 
 
 class BestCheckpoint:

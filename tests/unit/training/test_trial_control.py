@@ -9,7 +9,7 @@ from typing import Any
 
 from yunlu.core.files import write_atomically
 from yunlu.runs.run_store import Document, RunStore
-from yunlu.training.callbacks import PruneDecision, TrialControl, open_trial_control
+from yunlu.training.trial_control import PruneDecision, TrialControl, open_trial_control
 
 HOURS_S = 7200.0
 

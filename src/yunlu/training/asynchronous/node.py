@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.training.callbacks import StopRequest
+    from yunlu.training.attempt import StopRequest
     from yunlu.training.tasks.task import TrainingInputs
 
 _RETRY_S = 0.05

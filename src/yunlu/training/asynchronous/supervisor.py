@@ -61,7 +61,7 @@ from yunlu.training.topology.asynchronous import AsyncTopology, check_job, check
 if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
-    from yunlu.training.callbacks import StopRequest
+    from yunlu.training.attempt import StopRequest
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.communication import CodecName
     from yunlu.spec.job import Job
-    from yunlu.training.callbacks import StopRequest
+    from yunlu.training.attempt import StopRequest
     from yunlu.training.engine import Engine
     from yunlu.training.runner import Runner
     from yunlu.training.single_worker import StepRequest

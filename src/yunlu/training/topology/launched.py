@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from yunlu.core.launch import LaunchInfo
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import HeldClaim, RunStore
-    from yunlu.training.callbacks import StopRequest
+    from yunlu.training.attempt import StopRequest
     from yunlu.training.parallel.world import World
     from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import TrainingInputs

@@ -18,7 +18,7 @@ from yunlu.training.runner import Topology
 
 if TYPE_CHECKING:
     from yunlu.planning.plan import Plan
-    from yunlu.training.callbacks import StopRequest
+    from yunlu.training.attempt import StopRequest
     from yunlu.training.runner import Runner
     from yunlu.training.single_worker import StepRequest
     from yunlu.training.tasks.task import Task, TrainingInputs

@@ -16,7 +16,8 @@ from yunlu.runs.events import StateChanged
 from yunlu.runs.run_store import Log, last_record
 from yunlu.runs.states import RunState
 from yunlu.training import loop
-from yunlu.training.callbacks import MetricLog, PruneDecision, StopRequest, TrainingCallbacks
+from yunlu.training.attempt import StopRequest
+from yunlu.training.callbacks import MetricLog, TrainingCallbacks
 from yunlu.training.checkpoint.store import SaveGroup
 from yunlu.training.data.sample_order import digest_of
 from yunlu.training.evaluate import Score
@@ -25,6 +26,7 @@ from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
 from yunlu.training.runner import Topology
 from yunlu.training.tasks.task import Evaluation
+from yunlu.training.trial_control import PruneDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,8 +25,7 @@ from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import loop
 from yunlu.training.asynchronous.worker import AsyncEngine, train_worker
-from yunlu.training.attempt import begin_attempt
-from yunlu.training.callbacks import StopRequest
+from yunlu.training.attempt import StopRequest, begin_attempt
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.server import ShardServer
 from yunlu.training.communication.servers.store import Shard, prepare, shard_directory

@@ -32,7 +32,7 @@ class AcceleratorKind:
     count: Callable[[Path], int]
     """Number of devices, from the file system below this root: no driver is loaded for it."""
     visible: tuple[str, ...]
-    """Variables that restrict a process to some devices. The first one is set; each is read."""
+    """Variables that restrict a process to some devices; a later one goes before an earlier one."""
     prefixes: tuple[str, ...]
     """Beginnings of the variables that configure its libraries: workers elsewhere get them, too."""
     worker: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -139,7 +139,8 @@ class VisibleDevices:
         kind = find_kind(self.kind)
         if kind is None or not slots:
             return {}
-        return {kind.visible[0]: ",".join(self.names[slot] for slot in slots)}
+        # Each of them: a later one, which the process may inherit, goes before an earlier one.
+        return dict.fromkeys(kind.visible, ",".join(self.names[slot] for slot in slots))
 
 
 def find_kind(name: str) -> AcceleratorKind | None:
@@ -171,10 +172,10 @@ def find_devices(
 
 def _visible(name: str, count: int, environment: Mapping[str, str]) -> VisibleDevices:
     kind = find_kind(name)
-    names = tuple(map(str, range(count)))
+    names = every = tuple(map(str, range(count)))
     for variable in kind.visible if kind else ():
         if variable in environment:
-            names = _listed(environment[variable], names)
+            names = _listed(environment[variable], every)
     return VisibleDevices(name, names) if names else VisibleDevices()
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
 
 _SHAPE_SPREAD = 0.15
 """Standard deviation of the mean residual of a shape."""

@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
 
 _MOST_CELLS = 20_000
 _MOST_WORK = 4_000_000

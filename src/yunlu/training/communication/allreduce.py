@@ -401,19 +401,6 @@ def _add_all(total: Values, shares: list[Values]) -> None:
         add(total, share)
 
 
-__all__ = [
-    "ALGORITHMS",
-    "AllReduceFunction",
-    "direct_allreduce",
-    "double_tree_allreduce",
-    "doubling_allreduce",
-    "hierarchical_allreduce",
-    "ring_allreduce",
-    "server_allreduce",
-    "tree_allreduce",
-]
-
-
 class AllReduceFunction(Protocol):
     """Sum a flat CPU tensor over the workers of a transport, in place."""
 

@@ -60,7 +60,6 @@ from yunlu.training.parallel.tensor_parallel_plans import (
     find_styles,
     tied_weights,
     why_not_tensor,
-    why_not_vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -213,14 +212,6 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         grad_Nv *= (counted_N * grads[0])[:, None]
         return grad_Nv, None, None, None, None
 
-
-__all__ = [
-    "apply_tensor_parallel",
-    "make_plain",
-    "sharded_loss",
-    "why_not_tensor",
-    "why_not_vocabulary",
-]
 
 _LENGTH = -2
 """Sequence dimension of ``(B, L, D)``, or ``(T, D)`` for packed samples."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
+from pydantic import Field
+
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.files import check_regular
+from yunlu.core.value import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from importlib.resources.abc import Traversable
     from pathlib import Path
 
@@ -186,8 +190,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceModel:
+class DeviceModel(Value):
     """One kind of device. Rates are peaks, per device; never with sparsity."""
 
     name: str
@@ -208,7 +211,7 @@ class DeviceModel:
     reachable: float | None = None
     """Share of the bf16 peak measured in large matrix products."""
     aliases: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+    sources: Mapping[str, str] = Field(default_factory=dict)
     """Where each figure comes from, by field name; ``peak_flops.bf16`` before ``peak_flops``."""
 
     def source(self, name: str) -> str:

@@ -112,7 +112,7 @@ _MOST_PER_SHAPE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitter:
-    """Fits speed models to observations: an :class:`~...observations.Estimator`."""
+    """Fits speed models to observations: an ``Estimator``."""
 
     leap: int = 4
     """How many times the largest size seen so far a job may be tried with."""

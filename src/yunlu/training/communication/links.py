@@ -19,6 +19,7 @@ import numpy as np
 from yunlu.core.limits import decode_json
 from yunlu.planning.communication.timing import WireFigures
 from yunlu.planning.machine_profile import MessageTime
+from yunlu.training.communication.allreduce import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -249,15 +250,9 @@ def _pairings(hosts: Sequence[str]) -> list[tuple[int, int]]:
     Pairs measured at the same time share no host (a round-robin tournament), so each has
     its links to itself.
     """
-    ranks_by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks_by_host.setdefault(host, []).append(rank)
-    pairs = [
-        pair
-        for group in ranks_by_host.values()
-        for pair in zip(group[::2], group[1::2], strict=False)
-    ]
-    players: list[int | None] = [group[0] for group in ranks_by_host.values()]
+    machines = group_ranks(hosts)
+    pairs = [pair for ranks in machines for pair in zip(ranks[::2], ranks[1::2], strict=False)]
+    players: list[int | None] = [ranks[0] for ranks in machines]
     if len(players) % 2:
         players.append(None)
     for _ in range(len(players) - 1):

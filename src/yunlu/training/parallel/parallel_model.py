@@ -245,20 +245,18 @@ class ParallelModel:
 
 def blank_like(template: nn.Module) -> nn.Module:
     """A model of the same architecture, with uninitialised weights."""
-    memo: dict[int, Any] = {
-        id(weight): nn.Parameter(
-            torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad
-        )
-        for weight in template.parameters()
-    }
-    return copy.deepcopy(template, memo)
+    return _copy_without_weights(template, "cpu")
 
 
 def template_of(model: nn.Module) -> nn.Module:
     """The architecture of a model without its weights (meta tensors), as a template for copies."""
+    return _copy_without_weights(model, "meta")
+
+
+def _copy_without_weights(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(
-            torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad
+            torch.empty_like(weight, device=device), requires_grad=weight.requires_grad
         )
         for weight in model.parameters()
     }

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from yunlu.core.launch import LaunchInfo
-    from yunlu.hardware.catalog import DeviceModel
     from yunlu.hardware.entries import Additions, MachineEntry
     from yunlu.hardware.listing import (
         DevicePage,
         ImportedTable,
+        ListedDevice,
         ListedOffer,
         OfferedDevice,
         OwnershipPage,
@@ -538,7 +538,7 @@ class LocalMachine(MachineVerbs):
 
         return list_offered_devices(open_catalog())
 
-    def devices(self, *, gpu: str | None = None) -> tuple[DeviceModel, ...]:
+    def devices(self, *, gpu: str | None = None) -> tuple[ListedDevice, ...]:
         from yunlu.hardware.listing import list_devices
         from yunlu.jobs.catalog_store import open_catalog
 

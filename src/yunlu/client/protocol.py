@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from yunlu.hardware.catalog import DeviceModel
     from yunlu.hardware.entries import Additions
     from yunlu.hardware.listing import (
         DevicePage,
         ImportedTable,
+        ListedDevice,
         ListedOffer,
         OfferedDevice,
         OwnershipPage,
@@ -315,7 +315,7 @@ class MachineVerbs(Protocol):
         """Devices that are offered, each with its cheapest offers."""
         ...
 
-    def devices(self, *, gpu: str | None = None) -> tuple[DeviceModel, ...]:
+    def devices(self, *, gpu: str | None = None) -> tuple[ListedDevice, ...]:
         """Devices and their figures."""
         ...
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from pydantic import Field
-
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.files import check_regular
-from yunlu.core.value import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from importlib.resources.abc import Traversable
     from pathlib import Path
 
@@ -190,7 +186,8 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 MIB = 2**20
 
 
-class DeviceModel(Value):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModel:
     """One kind of device. Rates are peaks, per device; never with sparsity."""
 
     name: str
@@ -211,7 +208,7 @@ class DeviceModel(Value):
     reachable: float | None = None
     """Share of the bf16 peak measured in large matrix products."""
     aliases: tuple[str, ...] = ()
-    sources: Mapping[str, str] = Field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
     """Where each figure comes from, by field name; ``peak_flops.bf16`` before ``peak_flops``."""
 
     def source(self, name: str) -> str:

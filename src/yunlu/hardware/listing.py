@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from yunlu.core.value import Value
-from yunlu.hardware.catalog import OWN_CLOUD, CatalogError, DeviceModel
+from yunlu.hardware.catalog import OWN_CLOUD, CatalogError, Kind
 from yunlu.hardware.entries import BreakEven, MachineEntry, compare_rent
 from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
 
 if TYPE_CHECKING:
-    from yunlu.hardware.catalog import Catalog, Offer
+    from yunlu.hardware.catalog import Catalog, DeviceModel, Offer
 
 _MOST_RIVALS = 5
+
+
+class ListedDevice(Value):
+    """A kind of device; see ``DeviceModel`` for the fields."""
+
+    name: str
+    kind: Kind
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops: dict[str, float]
+    link_bytes_per_s: float
+    node_devices: int
+    fabric_devices: int
+    network_bytes_per_s: float
+    reachable: float | None = None
+    aliases: tuple[str, ...] = ()
+    sources: dict[str, str]
+
+    @classmethod
+    def of(cls, device: DeviceModel) -> Self:
+        """The device as a value."""
+        fields: dict[str, Any] = {name: getattr(device, name) for name in cls.model_fields}
+        fields |= {"peak_flops": dict(device.peak_flops), "sources": dict(device.sources)}
+        return cls.model_construct(**fields)
+
+    def source(self, name: str) -> str:
+        """Source of one figure."""
+        return self.sources.get(name) or self.sources.get(name.split(".", 1)[0], "")
+
+    @property
+    def leaves_node(self) -> bool:
+        """Whether the fast link joins devices of several nodes."""
+        return self.fabric_devices > self.node_devices
 
 
 class ListedOffer(Value):
@@ -74,7 +107,7 @@ class ListedOffer(Value):
 class OfferedDevice(Value):
     """A device that somebody offers, and its cheapest offers."""
 
-    device: DeviceModel
+    device: ListedDevice
     offers: int
     """Number of offers."""
     cheapest: ListedOffer | None = None
@@ -84,7 +117,7 @@ class OfferedDevice(Value):
 class DevicePage(Value):
     """One device and all its offers, cheapest first."""
 
-    device: DeviceModel
+    device: ListedDevice
     offers: tuple[ListedOffer, ...]
 
 
@@ -114,7 +147,7 @@ class OwnershipPage(Value):
     """An own machine beside the offers it competes with."""
 
     machine: MachineEntry
-    device: DeviceModel
+    device: ListedDevice
     spot: bool
     against: tuple[RentComparison, ...]
 
@@ -133,10 +166,10 @@ def list_offers(
     return tuple(ListedOffer.of(offer, catalog) for offer in offers)
 
 
-def list_devices(catalog: Catalog, gpu: str | None = None) -> tuple[DeviceModel, ...]:
+def list_devices(catalog: Catalog, gpu: str | None = None) -> tuple[ListedDevice, ...]:
     """The named devices, or all."""
     names = gpu.split(",") if gpu else [device.name for device in catalog.devices]
-    return tuple(catalog.device(name) for name in names)
+    return tuple(ListedDevice.of(catalog.device(name)) for name in names)
 
 
 def list_offered_devices(catalog: Catalog) -> tuple[OfferedDevice, ...]:
@@ -145,7 +178,7 @@ def list_offered_devices(catalog: Catalog) -> tuple[OfferedDevice, ...]:
     devices = sorted(catalog.devices, key=_peak, reverse=True)
     return tuple(
         OfferedDevice(
-            device=device,
+            device=ListedDevice.of(device),
             offers=counts[device.name],
             cheapest=_cheapest(catalog, device.name, spot=False),
             cheapest_spot=_cheapest(catalog, device.name, spot=True),
@@ -158,7 +191,7 @@ def list_offered_devices(catalog: Catalog) -> tuple[OfferedDevice, ...]:
 def make_device_page(catalog: Catalog, name: str) -> DevicePage:
     """The device of that name or alias, and its offers."""
     device = catalog.device(name, field="device")
-    return DevicePage(device=device, offers=list_offers(catalog, gpu=device.name))
+    return DevicePage(device=ListedDevice.of(device), offers=list_offers(catalog, gpu=device.name))
 
 
 def compare_ownership(
@@ -182,7 +215,9 @@ def compare_ownership(
                 break_even=compare_rent(entry.cost, rent),
             )
         )
-    return OwnershipPage(machine=entry, device=device, spot=spot, against=tuple(rows))
+    return OwnershipPage(
+        machine=entry, device=ListedDevice.of(device), spot=spot, against=tuple(rows)
+    )
 
 
 def _cheapest(catalog: Catalog, device: str, *, spot: bool) -> ListedOffer | None:

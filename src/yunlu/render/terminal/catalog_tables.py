@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.hardware.catalog import DeviceModel
     from yunlu.hardware.entries import Ownership
     from yunlu.hardware.listing import (
+        ListedDevice,
         ListedOffer,
         OfferedDevice,
         OwnershipPage,
@@ -77,7 +77,7 @@ def offers_table(offers: Sequence[ListedOffer], *, spot: bool) -> Table:
     return table
 
 
-def devices_table(devices: Sequence[DeviceModel]) -> Table:
+def devices_table(devices: Sequence[ListedDevice]) -> Table:
     """Their figures."""
     table = _table(
         "device!",
@@ -105,7 +105,7 @@ def devices_table(devices: Sequence[DeviceModel]) -> Table:
     return table
 
 
-def device_page(device: DeviceModel) -> RenderableType:
+def device_page(device: ListedDevice) -> RenderableType:
     """One device: each figure with its source."""
     title = Text.assemble((f" {device.name}", "bold"), (f"  {device.kind}", "dim"))
     if device.aliases:
@@ -174,7 +174,7 @@ def _costs(cost: Ownership) -> Table:
     return table
 
 
-def _figures(device: DeviceModel) -> list[tuple[str, str, str]]:
+def _figures(device: ListedDevice) -> list[tuple[str, str, str]]:
     rows = [
         ("memory", _gib(device.memory_bytes), "memory_bytes"),
         ("memory bandwidth", f"{device.memory_bytes_per_s / 1e9:,.0f} GB/s", "memory_bytes_per_s"),
@@ -229,7 +229,7 @@ def _dollars(price: float | None, *, unknown: str = "–", style: str = "") -> T
     return Text(unknown, style="dim") if price is None else Text(f"{price:,.2f}", style=style)
 
 
-def _tflops(device: DeviceModel) -> RenderableType:
+def _tflops(device: ListedDevice) -> RenderableType:
     if "bf16" in device.peak_flops:
         return _peak(device, "bf16")
     if "fp16" in device.peak_flops:
@@ -237,7 +237,7 @@ def _tflops(device: DeviceModel) -> RenderableType:
     return _NONE
 
 
-def _peak(device: DeviceModel, precision: str) -> RenderableType:
+def _peak(device: ListedDevice, precision: str) -> RenderableType:
     peak = device.peak_flops.get(precision)
     return _NONE if peak is None else _figure(peak / 1e12)
 

@@ -229,7 +229,7 @@ def apply_tensor_parallel(
         mesh: One axis.
         sequence: Also shard the activations between the matrices (Korthikanti et al. 2022, section 4.2.2).
         vocabulary: Keep the logits sharded inside ``sharded_loss``; no effect where
-            ``why_not_vocabulary`` has a reason.
+            ``find_head`` finds no layer that is split.
 
     Raises:
         ModelError: The model cannot be sharded this many ways.

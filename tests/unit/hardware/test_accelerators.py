@@ -82,6 +82,13 @@ def test_a_lease_goes_before_the_variable_that_amd_prefers() -> None:
     assert find_devices(shown | visible.hide_all_but((1,)), declared="cuda:8").names == ("5",)
 
 
+def test_what_the_amd_driver_leaves_is_numbered_anew() -> None:
+    hidden = {"ROCR_VISIBLE_DEVICES": "4,6,7"}
+    assert find_devices(hidden, declared="cuda:8").names == ("0", "1", "2")
+    both = hidden | {"HIP_VISIBLE_DEVICES": "2,1,5"}
+    assert find_devices(both, declared="cuda:8").names == ("2", "1")
+
+
 def test_a_declaration_replaces_counting(tmp_path: Path) -> None:
     nvidia = make(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/x")
     assert find_devices({}, declared="cpu", root=nvidia) == VisibleDevices()

@@ -1,5 +1,5 @@
 """The client of this machine: jobs, runs, studies, pool, catalog; calls the rooms below in this process."""
-# ruff: noqa: PLC0415 (a verb imports only what it needs: arrays, databases and Optuna are slow to import)
+# ruff: noqa: D102, PLC0415 (what verbs do is said in protocol.py; each imports only what it needs: much is slow)
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yunlu.client.protocol import JobVerbs, MachineVerbs, PoolVerbs, RunVerbs, StudyVerbs
 from yunlu.core.errors import StoreError, YunluError
 
 if TYPE_CHECKING:
@@ -57,48 +58,42 @@ if TYPE_CHECKING:
     )
 
 
-class LocalJobs:
-    """As ``JobVerbs``."""
+class LocalJobs(JobVerbs):
+    """Jobs and plans, read and made in this process."""
 
     def validate(self, job: str, *, overrides: Sequence[str] = ()) -> Validation:
-        """As ``JobVerbs.validate``."""
         from yunlu.spec.load import check_job
 
         return check_job(job, overrides=overrides)
 
     def plan(self, job: Job, *, top: int = 3, candidates: bool = False) -> PlanOutcome:
-        """As ``JobVerbs.plan``."""
         from yunlu.jobs.plan_options import search_options
 
         return search_options(job, top=top, everything=candidates)
 
     def measure(self, job: Job, *, on_event: Callable[[Event], None] | None = None) -> Plan:
-        """As ``JobVerbs.measure``."""
         from yunlu.jobs import lifecycle
 
         return lifecycle.make_plan(job, on_event=on_event)
 
     def rehearse(self, job: Job, plan: Plan) -> Rehearsal:
-        """As ``JobVerbs.rehearse``."""
         from yunlu.jobs import model_profile
 
         return model_profile.rehearse(job, plan)
 
     def load_plan(self, text: str) -> Plan:
-        """As ``JobVerbs.load_plan``."""
         from yunlu.jobs.submitted_plan import load_plan
 
         return load_plan(text)
 
     def predict(self, table: Path) -> tuple[PredictedRow, ...]:
-        """As ``JobVerbs.predict``."""
         from yunlu.jobs.predict_table import predict_file
 
         return predict_file(table)
 
 
-class LocalRuns:
-    """As ``RunVerbs``."""
+class LocalRuns(RunVerbs):
+    """Runs in the home of this user."""
 
     def train(
         self,
@@ -108,7 +103,6 @@ class LocalRuns:
         plan: Plan | None = None,
         detach: bool = False,
     ) -> StartedRun:
-        """As ``RunVerbs.train``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.launch import find_launch, start_run
         from yunlu.jobs.submitted_plan import resolve_plan
@@ -127,7 +121,6 @@ class LocalRuns:
     def finetune(
         self, start: str, job: str, *, overrides: Sequence[str] = (), detach: bool = False
     ) -> StartedRun:
-        """As ``RunVerbs.finetune``."""
         from yunlu.jobs.job_input import finetuning_job
         from yunlu.spec.load import source_of
 
@@ -135,7 +128,6 @@ class LocalRuns:
         return self.train(whole, source=source_of(job), detach=detach)
 
     def resume(self, run: str, *, detach: bool = False) -> StartedRun:
-        """As ``RunVerbs.resume``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.launch import find_launch, resume_run
         from yunlu.jobs.run_log import end_of
@@ -153,13 +145,11 @@ class LocalRuns:
         return _started(store, since)
 
     def resize(self, run: str, *, devices: int) -> WorkerResize:
-        """As ``RunVerbs.resize``."""
         from yunlu.jobs.lifecycle import resize
 
         return resize(find_run(run), devices=devices)
 
     def find_group(self, host: str, port: int, token: str, *, name: str | None) -> JoinTarget:
-        """As ``RunVerbs.find_group``."""
         from yunlu.executors.worker_process import find_run as find_supervised
         from yunlu.executors.worker_process import node_command
         from yunlu.jobs.run_view import JoinTarget
@@ -185,14 +175,12 @@ class LocalRuns:
         return JoinTarget(run=run.id, dir=run.address, node=node)
 
     def join(self, target: JoinTarget, *, devices: int) -> int:
-        """As ``RunVerbs.join``."""
         from yunlu.executors.worker_process import run_node
         from yunlu.runs.home import open_run
 
         return run_node(open_run(target.dir), name=target.node, devices=devices)
 
     def stop(self, run: str, *, now: bool = False, wait: bool = True) -> ListedRun:
-        """As ``RunVerbs.stop``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
         from yunlu.scheduler.queue import withdraw
@@ -204,7 +192,6 @@ class LocalRuns:
         return list_run(store, lifecycle.stop(store, now=now))
 
     def pause(self, run: str) -> ListedRun:
-        """As ``RunVerbs.pause``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
         from yunlu.scheduler import queue
@@ -214,14 +201,12 @@ class LocalRuns:
         return list_run(store, lifecycle.stop(store))
 
     def ps(self, *, most: int | None = None) -> RunList:
-        """As ``RunVerbs.ps``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_records
 
         return list_records(lifecycle.home(), lifecycle.scan_runs(), most=most)
 
     def run(self, run: str) -> ListedRun:
-        """As ``RunVerbs.run``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import list_run
 
@@ -229,7 +214,6 @@ class LocalRuns:
         return list_run(store, lifecycle.read_record(store))
 
     def show(self, run: str) -> RunDetails:
-        """As ``RunVerbs.show``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import describe_run
 
@@ -237,13 +221,11 @@ class LocalRuns:
         return describe_run(store, lifecycle.read_record(store))
 
     def events(self, run: str, *, since: LogCursor | None = None) -> RunUpdate:
-        """As ``RunVerbs.events``."""
         from yunlu.jobs.run_view import read_update
 
         return read_update(find_run(run), since=since)
 
     def follow(self, run: str, *, since: LogCursor | None = None) -> Iterator[RunUpdate]:
-        """As ``RunVerbs.follow``."""
         from yunlu.jobs.run_log import follow
 
         yield from follow(find_run(run), since=since)
@@ -257,13 +239,11 @@ class LocalRuns:
         lines: int | None = None,
         since: int | None = None,
     ) -> LogText:
-        """As ``RunVerbs.logs``."""
         from yunlu.jobs.run_view import read_text_log
 
         return read_text_log(find_run(run), rank=rank, worker=worker, lines=lines, since=since)
 
     def failure(self, run: str) -> RunFailure | None:
-        """As ``RunVerbs.failure``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.run_view import find_failure
 
@@ -271,13 +251,11 @@ class LocalRuns:
         return find_failure(store, lifecycle.read_record(store).state)
 
     def report(self, run: str) -> Report:
-        """As ``RunVerbs.report``."""
         from yunlu.render.run_report import write_report
 
         return write_report(find_run(run))
 
     def report_page(self, run: str) -> ReportPage:
-        """As ``RunVerbs.report_page``."""
         from yunlu.render.run_report import find_page
 
         return find_page(find_run(run))
@@ -332,8 +310,8 @@ def _started(
     )
 
 
-class LocalStudies:
-    """As ``StudyVerbs``."""
+class LocalStudies(StudyVerbs):
+    """Studies in the home of this user, run by this process."""
 
     def tune(
         self,
@@ -343,7 +321,6 @@ class LocalStudies:
         source: str | None = None,
         overrides: Sequence[str] = (),
     ) -> StudyStart:
-        """As ``StudyVerbs.tune``."""
         from yunlu.tuning.session import start_study
 
         return start_study(job, name=name, source=source, overrides=overrides)
@@ -358,7 +335,6 @@ class LocalStudies:
         parallel: int | None = None,
         devices: int | None = None,
     ) -> StudyStart:
-        """As ``StudyVerbs.tune_again``."""
         from yunlu.tuning.session import continue_study
 
         limits = {"trials": trials, "budget": budget, "deadline": deadline, "parallel": parallel}
@@ -371,11 +347,10 @@ class LocalStudies:
         on_change: Callable[[StudyView], None],
         should_stop: Callable[[], bool],
     ) -> StudyResult:
-        """As ``StudyVerbs.run_study``; the report is written whatever happens."""
         from yunlu.tuning.records import read_view
         from yunlu.tuning.session import StudyResult, run_study
 
-        try:
+        try:  # the report is written whatever happens
             view = run_study(name, on_change=on_change, should_stop=should_stop)
         except YunluError:
             _try_reports(read_view(name))
@@ -383,31 +358,26 @@ class LocalStudies:
         return StudyResult(view=view, report=_try_reports(view))
 
     def forecast_study(self, job: Job, *, name: str | None = None) -> StudyOutlook:
-        """As ``StudyVerbs.forecast_study``."""
         from yunlu.tuning.session import forecast_study
 
         return forecast_study(job, name=name)
 
     def studies(self) -> StudyList:
-        """As ``StudyVerbs.studies``."""
         from yunlu.tuning.session import list_views
 
         return list_views()
 
     def study(self, name: str) -> StudyView:
-        """As ``StudyVerbs.study``."""
         from yunlu.tuning.records import read_view
 
         return read_view(name)
 
     def stop_study(self, name: str) -> StoppedStudy:
-        """As ``StudyVerbs.stop_study``."""
         from yunlu.tuning.session import stop_study
 
         return stop_study(name)
 
     def report_study(self, name: str, *, page: Path | None = None) -> StudyResult:
-        """As ``StudyVerbs.report_study``."""
         from yunlu.render.study_report import write_report, write_run_reports
         from yunlu.tuning.records import read_view
         from yunlu.tuning.session import StudyResult
@@ -433,8 +403,8 @@ _LOOK_S, _LOOK_AFAR_S = 1.0, 3.0
 """Seconds between two observations of the runs on this machine, and on a cluster."""
 
 
-class LocalPool:
-    """As ``PoolVerbs``."""
+class LocalPool(PoolVerbs):
+    """The pool of this home."""
 
     def submit(
         self,
@@ -449,7 +419,6 @@ class LocalPool:
         deadline: str | None = None,
         budget: float | None = None,
     ) -> QueuedRun:
-        """As ``PoolVerbs.submit``."""
         from yunlu.jobs import lifecycle
         from yunlu.jobs.submitted_plan import resolve_plan
         from yunlu.scheduler.pool_view import view_submitted
@@ -468,7 +437,6 @@ class LocalPool:
         return view_submitted(lifecycle.home(), run)
 
     def pool(self) -> PoolView:
-        """As ``PoolVerbs.pool``."""
         from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import view_pool
 
@@ -489,7 +457,6 @@ class LocalPool:
         team_dollars_per_hour: Mapping[str, float] = {},
         prices: Mapping[str, float] = {},
     ) -> PoolUp:
-        """As ``PoolVerbs.pool_up``."""
         from yunlu.core.settings import read_settings
         from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_store import PoolSettings
@@ -513,14 +480,12 @@ class LocalPool:
         return start_pool(lifecycle.home(), settings)
 
     def pool_down(self, *, stop_jobs: bool = False) -> PoolDown:
-        """As ``PoolVerbs.pool_down``."""
         from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import stop_pool
 
         return stop_pool(lifecycle.home(), stop_jobs=stop_jobs)
 
     def pool_why(self, run: str) -> Explanation:
-        """As ``PoolVerbs.pool_why``."""
         from yunlu.jobs import lifecycle
         from yunlu.scheduler.pool_view import explain
 
@@ -536,7 +501,6 @@ class LocalPool:
         min_devices: int | None = None,
         max_devices: int | None = None,
     ) -> QueueEntry:
-        """As ``PoolVerbs.pool_change``."""
         from yunlu.scheduler.queue import change_terms
 
         return change_terms(
@@ -549,8 +513,8 @@ class LocalPool:
         )
 
 
-class LocalMachine:
-    """As ``MachineVerbs``."""
+class LocalMachine(MachineVerbs):
+    """The catalog of this user, and this machine."""
 
     def offers(
         self,
@@ -561,7 +525,6 @@ class LocalMachine:
         spot: bool = False,
         max_price: float | None = None,
     ) -> tuple[ListedOffer, ...]:
-        """As ``MachineVerbs.offers``."""
         from yunlu.hardware.listing import list_offers
         from yunlu.jobs.catalog_store import open_catalog
 
@@ -570,21 +533,18 @@ class LocalMachine:
         )
 
     def offered_devices(self) -> tuple[OfferedDevice, ...]:
-        """As ``MachineVerbs.offered_devices``."""
         from yunlu.hardware.listing import list_offered_devices
         from yunlu.jobs.catalog_store import open_catalog
 
         return list_offered_devices(open_catalog())
 
     def devices(self, *, gpu: str | None = None) -> tuple[ListedDevice, ...]:
-        """As ``MachineVerbs.devices``."""
         from yunlu.hardware.listing import list_devices
         from yunlu.jobs.catalog_store import open_catalog
 
         return list_devices(open_catalog(), gpu)
 
     def device(self, name: str) -> DevicePage:
-        """As ``MachineVerbs.device``."""
         from yunlu.hardware.listing import make_device_page
         from yunlu.jobs.catalog_store import open_catalog
 
@@ -593,7 +553,6 @@ class LocalMachine:
     def update_catalog(
         self, source: Path, *, cloud: str | None = None
     ) -> tuple[ImportedTable, ...]:
-        """As ``MachineVerbs.update_catalog``."""
         from yunlu.hardware.listing import ImportedTable
         from yunlu.jobs import catalog_store
 
@@ -610,13 +569,11 @@ class LocalMachine:
         )
 
     def add_to_catalog(self, file: Path) -> Additions:
-        """As ``MachineVerbs.add_to_catalog``."""
         from yunlu.jobs import catalog_store
 
         return catalog_store.add(file)
 
     def remove_from_catalog(self, names: Sequence[str]) -> tuple[str, ...]:
-        """As ``MachineVerbs.remove_from_catalog``."""
         from yunlu.hardware.catalog import CatalogError
         from yunlu.jobs import catalog_store
 
@@ -629,7 +586,6 @@ class LocalMachine:
     def compare_ownership(
         self, machine: str, *, against: str | None = None, spot: bool = False
     ) -> OwnershipPage:
-        """As ``MachineVerbs.compare_ownership``."""
         from yunlu.hardware.listing import compare_ownership
         from yunlu.jobs.catalog_store import open_catalog
 
@@ -637,7 +593,6 @@ class LocalMachine:
         return compare_ownership(catalog, _find_machine(machine), against=against, spot=spot)
 
     def doctor(self) -> MachineFindings:
-        """As ``MachineVerbs.doctor``."""
         from yunlu.jobs.doctor import examine_machine
 
         return examine_machine()
@@ -649,13 +604,11 @@ class LocalMachine:
         afresh: bool = False,
         on_progress: Callable[[ProbeProgress], None] | None = None,
     ) -> ProbeResult:
-        """As ``MachineVerbs.probe``."""
         from yunlu.jobs.calibration import probe_machine
 
         return probe_machine(show=show, afresh=afresh, on_progress=on_progress)
 
     def forget(self, *, all_: bool = False) -> ForgottenRuns:
-        """As ``MachineVerbs.forget``."""
         from yunlu.jobs.calibration import forget_runs
 
         return forget_runs(all_=all_)

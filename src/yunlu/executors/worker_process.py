@@ -287,14 +287,13 @@ def node_command(run: RunStore, group: WorkerGroup) -> list[str]:
     return [sys.executable, "-m", group.node_module, run.address]
 
 
-def run_node(run: RunStore, *, name: str, devices: int, directory: Path | None = None) -> int:
+def run_node(run: RunStore, *, name: str, devices: int) -> int:
     """Run a node of a worker group until the run ends; returns the exit code."""
     check_joinable(run)
     group = read_worker_group(run)
     assert group is not None
     child = start_process(
         [*node_command(run, group), "--node", name, "--devices", str(devices)],
-        directory=directory,
         environment=worker_defaults() | worker_environment(threads=1),
     )
     with forward_signals(child.terminate):  # the node's workers leave with notice

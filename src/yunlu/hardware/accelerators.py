@@ -32,7 +32,9 @@ class AcceleratorKind:
     count: Callable[[Path], int]
     """Number of devices, from the file system below this root: no driver is loaded for it."""
     visible: tuple[str, ...]
-    """Variables that restrict a process to some devices. The first one is set; each is read."""
+    """Variables that restrict a process to some devices; a later one goes before an earlier one."""
+    before: str = ""
+    """Variable that hides devices before those others number what is left: AMD's driver has one."""
     prefixes: tuple[str, ...]
     """Beginnings of the variables that configure its libraries: workers elsewhere get them, too."""
     worker: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -90,6 +92,7 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
         title="NVIDIA or AMD GPU",
         count=lambda root: _count_nvidia(root) or _count_amd(root),
         visible=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        before="ROCR_VISIBLE_DEVICES",
         prefixes=("NCCL_", "RCCL_", "PYTORCH_CUDA_", "PYTORCH_HIP_"),
         worker={
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -139,7 +142,8 @@ class VisibleDevices:
         kind = find_kind(self.kind)
         if kind is None or not slots:
             return {}
-        return {kind.visible[0]: ",".join(self.names[slot] for slot in slots)}
+        # Each of them: a later one, which the process may inherit, goes before an earlier one.
+        return dict.fromkeys(kind.visible, ",".join(self.names[slot] for slot in slots))
 
 
 def find_kind(name: str) -> AcceleratorKind | None:
@@ -171,10 +175,12 @@ def find_devices(
 
 def _visible(name: str, count: int, environment: Mapping[str, str]) -> VisibleDevices:
     kind = find_kind(name)
-    names = tuple(map(str, range(count)))
+    names = every = tuple(map(str, range(count)))
+    if kind and kind.before in environment:
+        names = every = every[: len(_listed(environment[kind.before], every))]
     for variable in kind.visible if kind else ():
         if variable in environment:
-            names = _listed(environment[variable], names)
+            names = _listed(environment[variable], every)
     return VisibleDevices(name, names) if names else VisibleDevices()
 
 

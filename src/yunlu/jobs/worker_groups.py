@@ -228,8 +228,8 @@ def _whole(value: object) -> int | None:
     return int(result) if result is not None and math.isfinite(result) else None
 
 
-def _text(value: object, *, otherwise: str = "?") -> str:
-    return otherwise if value is None else str(value)
+def _text(value: object) -> str:
+    return "?" if value is None else str(value)
 
 
 def _ms(seconds: float) -> int:

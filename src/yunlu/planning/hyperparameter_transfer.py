@@ -141,9 +141,7 @@ class Advice:
     reason: str
 
 
-def advise(
-    job: Job, scale: TransferScale, *, batch_tokens: float | None = None, shift: Shift | None = None
-) -> Advice | None:
+def advise(job: Job, scale: TransferScale, *, batch_tokens: float | None = None) -> Advice | None:
     """The published rate and batch for a job; None where no rule covers it.
 
     With ``batch_tokens``, the rate for this batch.
@@ -152,12 +150,12 @@ def advise(
         return None
     for rule in RULES:
         if not rule.why_not(scale):
-            best = rule.at(scale, shift)
+            best = rule.at(scale)
             chosen = best
             sizes = f"{show_count(scale.parameters)} weights, {show_count(scale.tokens)} tokens"
             reason = f"{rule.name} for {sizes}"
             if batch_tokens is not None:
-                chosen = rule.with_batch(scale, batch_tokens, shift)
+                chosen = rule.with_batch(scale, batch_tokens)
                 ideal = show_count(best.batch_tokens)
                 reason += f", batches of {show_count(batch_tokens)} (best: {ideal})"
             return Advice(setting=chosen, rule=rule, reason=f"{reason} ({rule.source})")

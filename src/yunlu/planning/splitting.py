@@ -136,10 +136,10 @@ def resplit(plan: Plan, job: Job, *, devices: int, cores: int, nodes: int = 1) -
     return fitted.model_copy(update={"devices": devices}), reason
 
 
-def layouts_by_count(plan: Plan, job: Job, *, most: int, nodes: int = 1) -> dict[int, Layout]:
+def layouts_by_count(plan: Plan, job: Job, *, most: int) -> dict[int, Layout]:
     """For each number of devices up to ``most``, the layout after a resize from the plan's."""
     counts = range(1, most + 1)
-    return {count: _relayout(plan, job, devices=count, nodes=nodes)[0] for count in counts}
+    return {count: _relayout(plan, job, devices=count, nodes=1)[0] for count in counts}
 
 
 def fit_plan(plan: Plan, job: Job, layout: Layout, *, cores: int, nodes: int = 1) -> Plan:

@@ -2,6 +2,7 @@
 
 A run is a directory of this machine, or of a file system that several machines mount.
 """
+# ruff: noqa: D102 (what methods do is said in RunStore)
 
 from __future__ import annotations
 
@@ -128,21 +129,17 @@ class DirectoryRunStore(RunStore):
 
     @property
     def id(self) -> str:
-        """As ``RunStore.id``."""
         return self.path.name
 
     @property
     def address(self) -> str:
-        """As ``RunStore.address``."""
         return str(self.path.absolute())
 
     def location(self, name: str) -> str:
-        """As ``RunStore.location``."""
         return str(self.path / name)
 
     @property
     def foreign_owner(self) -> str | None:
-        """As ``RunStore.foreign_owner``."""
         try:
             return name_if_foreign(self.path.stat().st_uid)
         except OSError:  # not there, or not for us to look at: whoever reads it says so
@@ -165,7 +162,6 @@ class DirectoryRunStore(RunStore):
         )
 
     def read(self, name: str, *, offset: int = 0) -> bytes | None:
-        """As ``RunStore.read``."""
         try:
             with open_to_read(self.path / name, below=self.path) as file:
                 if offset < 0:
@@ -176,7 +172,6 @@ class DirectoryRunStore(RunStore):
             return None
 
     def write(self, name: str, content: str | bytes, *, durable: bool = True) -> None:
-        """As ``RunStore.write``."""
         path = self._ready(name)
         if durable:
             write_atomically(path, content)
@@ -193,7 +188,6 @@ class DirectoryRunStore(RunStore):
             raise
 
     def remove(self, name: str) -> None:
-        """As ``RunStore.remove``."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -201,7 +195,6 @@ class DirectoryRunStore(RunStore):
             path.unlink(missing_ok=True)
 
     def names(self, area: str) -> list[str]:
-        """As ``RunStore.names``."""
         check_directory(self.path / area, below=self.path)
         try:
             return sorted(
@@ -211,11 +204,9 @@ class DirectoryRunStore(RunStore):
             return []
 
     def append(self, log: str, records: Iterable[Any]) -> None:
-        """As ``RunStore.append``."""
         append_lines(self.path / log, records)
 
     def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
-        """As ``RunStore.read_log``."""
         yield from read_lines(self.path / log, offset=offset, below=self.path)
 
     @contextmanager
@@ -237,7 +228,6 @@ class DirectoryRunStore(RunStore):
                     _held_locks.remove(file)
 
     def is_claimed(self, claim: Claim) -> bool:
-        """As ``RunStore.is_claimed``."""
         if not (self.path / claim).exists():
             return False
         try:
@@ -248,15 +238,12 @@ class DirectoryRunStore(RunStore):
 
     @property
     def home(self) -> Path:
-        """As ``LocalRunStore.home``."""
         return self.path.parent
 
     def directory(self, area: Area) -> Path:
-        """As ``LocalRunStore.directory``."""
         return self.path / area
 
     def open_text_log(self, name: str) -> IO[bytes]:
-        """As ``LocalRunStore.open_text_log``."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         return os.fdopen(open_regular(self._ready(name), flags, below=self.path), "ab")
 
@@ -276,7 +263,6 @@ class _HeldLock:
         self._file = file
 
     def pass_on(self) -> str:
-        """As ``HeldClaim.pass_on``."""
         os.set_inheritable(self._file.fileno(), True)
         return str(self._file.fileno())
 

@@ -110,8 +110,9 @@ def make_request(
         return ResourceRequest(least=1, most=1, requested=1)
     if least is None and most is None and fixed is not None:
         return _rigid(fixed, multiple)
-    low = _round_up(least or _fewest(plan, most), multiple)
-    high = most if most is not None else max(job.goal.max_devices or MANY, low)
+    owner_most = None if most is None else most // multiple * multiple
+    low = _round_up(least or _fewest(plan, owner_most), multiple)
+    high = max(job.goal.max_devices or MANY, low) if owner_most is None else owner_most
     high = high // multiple * multiple
     if low > high:
         raise JobError(
@@ -134,7 +135,7 @@ def _fewest(plan: Plan | None, most: int | None) -> int:
     from yunlu.planning.splitting import fewest_devices  # noqa: PLC0415 (slow to import)
 
     fewest = fewest_devices(plan)
-    return fewest if most is None else min(fewest, most)
+    return fewest if most is None else max(min(fewest, most), 1)
 
 
 def _rigid(devices: int, multiple: int) -> ResourceRequest:

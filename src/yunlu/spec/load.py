@@ -259,8 +259,6 @@ def _line_in(file: Path, error: BaseException) -> int | None:
     return own[-1] if own else None
 
 
-__all__ = ["InvalidJobError", "Problem", "job_from_mapping", "load_job", "source_of"]
-
 _PYTHON = re.compile(r"(?P<file>.+\.py)(?::(?P<name>[A-Za-z_]\w*))?")
 _YAML = {".yaml", ".yml", ".json"}
 

@@ -42,7 +42,7 @@ from yunlu.training.models.transformer import (
     TransformerClassifier,
 )
 from yunlu.training.parallel.pipeline_stages import why_not_split
-from yunlu.training.parallel.tensor_parallel import why_not_tensor
+from yunlu.training.parallel.tensor_parallel_plans import why_not_tensor
 from yunlu.training.tasks.task import open_task
 
 if TYPE_CHECKING:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from yunlu.training.batch_schedule import BatchSchedule
     from yunlu.training.tasks.task import Batch
 
+    LossOf = Callable[[nn.Module, Batch], Tensor]
+    Backward = Callable[[Tensor], None]
+    ForwardContext = Callable[[], AbstractContextManager[Any]]
+
 StepRequest = Literal["", "relink", "pause", "stop", "serve"]
 """``relink``: measure the links again. ``serve``: switch to asynchronous training; every worker
 has chosen it, so it is never sent."""
@@ -197,10 +201,10 @@ class WrappedModel(Protocol):
     def accumulate(
         self,
         micros: Sequence[Batch],
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
+        loss_of: LossOf,
+        backward: Backward,
         *,
-        forward: Callable[[], AbstractContextManager[Any]],
+        forward: ForwardContext,
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses.
 
@@ -265,10 +269,10 @@ class SingleModel:
     def accumulate(
         self,
         micros: Sequence[Batch],
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
+        loss_of: LossOf,
+        backward: Backward,
         *,
-        forward: Callable[[], AbstractContextManager[Any]],
+        forward: ForwardContext,
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of their losses."""
         total: Tensor | None = None

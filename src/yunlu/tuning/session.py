@@ -70,10 +70,10 @@ class StoppedStudy(Value):
 
 def list_views() -> StudyList:
     """All studies, newest first."""
-    from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
-
     views, damaged = list[StudyView](), list[str]()
     for name in list_studies():
+        from yunlu.tuning.records import open_study  # noqa: PLC0415 (imports Optuna: slow)
+
         try:
             views.append(open_study(name).view())
         except (StudyError, StoreError) as error:

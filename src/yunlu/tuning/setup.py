@@ -38,7 +38,6 @@ def open_or_create(
     name: str | None = None,
     source: str | None = None,
     overrides: tuple[str, ...] = (),
-    probes: bool = True,
 ) -> Records:
     """Open the study of a job with a ``search``, or create it.
 
@@ -47,7 +46,6 @@ def open_or_create(
         name: Of the study; default: the job's, with a number where that is taken.
         source: The job's file, as the user named it.
         overrides: Overrides of the job, as typed.
-        probes: Whether a worker may be started to measure what the job does not specify.
     """
     assert job.search is not None
     known = _find_same(job, name)
@@ -55,7 +53,7 @@ def open_or_create(
         limits = find_limits(job.search)
         known.change(**{key: value for key, value in limits.items() if value is not None})
         return known
-    return create_study(job, name=name, source=source, overrides=overrides, probes=probes)
+    return create_study(job, name=name, source=source, overrides=overrides)
 
 
 def create_study(
@@ -64,10 +62,9 @@ def create_study(
     name: str | None = None,
     source: str | None = None,
     overrides: tuple[str, ...] = (),
-    probes: bool = True,
 ) -> Records:
     """A new study of a job with a ``search``."""
-    request = prepare_study(job, name=name, source=source, overrides=overrides, probes=probes)
+    request = prepare_study(job, name=name, source=source, overrides=overrides)
     return create_records(StudyDir(studies_home() / request.name), request)
 
 
@@ -79,7 +76,10 @@ def prepare_study(
     overrides: tuple[str, ...] = (),
     probes: bool = True,
 ) -> StudyRequest:
-    """Build the request of a study; refuse what cannot work. Writes nothing."""
+    """Build the request of a study; refuse what cannot work. Writes nothing.
+
+    ``probes``: whether a worker may be started to measure what the job does not specify.
+    """
     from yunlu.tuning.methods.factory import name_method  # noqa: PLC0415 - imports Optuna
     from yunlu.tuning.space import find_dimensions  # noqa: PLC0415 - as above
 

@@ -75,6 +75,20 @@ def test_a_process_gets_the_devices_of_its_lease_by_their_own_names() -> None:
     assert VisibleDevices("gadget", ("0", "1")).hide_all_but((1,)) == {}
 
 
+def test_a_lease_goes_before_the_variable_that_amd_prefers() -> None:
+    shown = {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0"}
+    visible = find_devices(shown, declared="cuda:8")
+    assert visible.names == ("4", "5")
+    assert find_devices(shown | visible.hide_all_but((1,)), declared="cuda:8").names == ("5",)
+
+
+def test_what_the_amd_driver_leaves_is_numbered_anew() -> None:
+    hidden = {"ROCR_VISIBLE_DEVICES": "4,6,7"}
+    assert find_devices(hidden, declared="cuda:8").names == ("0", "1", "2")
+    both = hidden | {"HIP_VISIBLE_DEVICES": "2,1,5"}
+    assert find_devices(both, declared="cuda:8").names == ("2", "1")
+
+
 def test_a_declaration_replaces_counting(tmp_path: Path) -> None:
     nvidia = make(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/x")
     assert find_devices({}, declared="cpu", root=nvidia) == VisibleDevices()

@@ -149,6 +149,19 @@ def test_both_memory_models_hold_a_pass_for_each_stage(stages: int, micros: int)
     assert ratio(fitted) == pytest.approx(ratio(held), rel=0.05)
 
 
+@pytest.mark.parametrize("virtual", [2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_under_interleaving_what_our_engine_holds_is_the_larger(stages: int, virtual: int) -> None:
+    plain = Layout(pp=stages)
+    interleaved = Layout(pp=stages, stages_per_rank=virtual, schedule="interleaved")
+    share = worker_share(plain, batch=16, micro_batch=2)
+    held, held_plain = (held_parts(at, SPLIT, share)["activations"] for at in (interleaved, plain))
+    points = query(plain).with_columns(layers=256.0)
+    fitted = peak_memory(points.with_columns(virtual=float(virtual))).activations[0]
+    fitted_plain = peak_memory(points).activations[0]
+    assert held / held_plain >= fitted / fitted_plain > 1.0
+
+
 @pytest.mark.parametrize(
     ("axis", "layout", "fitted_bytes"),
     [

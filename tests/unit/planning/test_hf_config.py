@@ -19,7 +19,7 @@ from yunlu.training.models.transformer import (
     TransformerClassifier,
 )
 from yunlu.training.parallel.pipeline_stages import check, split, why_not_split
-from yunlu.training.parallel.tensor_parallel import why_not_tensor
+from yunlu.training.parallel.tensor_parallel_plans import why_not_tensor
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 512,

@@ -16,7 +16,7 @@ from yunlu.scheduler.policy.fitting import Fitter
 from yunlu.scheduler.policy.goodput import BatchLimits, Observations, StepTiming
 from yunlu.scheduler.run_progress import CatalogSpeeds
 from yunlu.scheduler.run_status import make_request
-from yunlu.spec.job import Job
+from yunlu.spec.job import Job, LayoutSpec
 
 LIMITS = BatchLimits(base=32, most=32, local_most=32, fixed=32)
 
@@ -123,3 +123,7 @@ def test_the_request_of_a_job_without_a_size_is_that_of_its_plan():
     request = make_request(job, tight)
     assert (request.least, request.requested) == (2, 4)
     assert make_request(job, tight, most=1).least == 1
+    pairs = job.model_copy(update={"layout": LayoutSpec(tp=2)})
+    larger = tight.model_copy(update={"room_bytes": 5e3})
+    request = make_request(pairs, larger, most=3)
+    assert (request.least, request.most) == (2, 2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.integration.toy_study import toy_job
+from yunlu.tuning.session import list_views
 from yunlu.tuning.setup import prepare_study
 from yunlu.tuning.study_dir import StudyError
 
@@ -26,3 +29,8 @@ def test_a_population_needs_trials_for_its_copies() -> None:
     with pytest.raises(StudyError, match="4 leaves none for copies in a population of 4"):
         prepare_study(toy_job(stop=stop, trials=4), probes=False)
     assert prepare_study(toy_job(stop=stop, trials=5), probes=False).trials == 5
+
+
+def test_an_empty_list_of_studies_does_not_need_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yunlu.tuning.records", None)
+    assert list_views().studies == ()

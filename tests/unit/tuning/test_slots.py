@@ -50,12 +50,12 @@ def test_a_submitted_trial_waits_for_its_start(own_home: Path) -> None:
 
 
 def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
-    slots: Slots = PoolSlots(priority=5, team="vision")
+    slots: Slots = PoolSlots()
     run = slots.submit(make_job())
     slots.start(run, 2, promise=0.9)
     entry = entry_of(run)
     assert (entry.request.least, entry.request.most, entry.wish) == (1, 2, "run")
-    assert (entry.priority, entry.team) == (5, "vision")
+    assert (entry.priority, entry.team) == (0, "")
     assert [each.id for each in scan(own_home)] == [run.id]
     worker = recorded_worker(run)
     assert worker is not None
@@ -64,12 +64,12 @@ def test_a_started_trial_stands_in_the_pools_queue(own_home: Path) -> None:
 
 
 def test_who_promises_less_goes_later_but_never_before_others() -> None:
-    slots = PoolSlots(priority=5)
+    slots = PoolSlots()
     run = slots.submit(make_job())
     slots.start(run, 1, promise=0.1)
-    assert entry_of(run).priority == 4
+    assert entry_of(run).priority == -1
     assert slots.resize(run, 4, promise=1.0)
-    assert (entry_of(run).priority, entry_of(run).request.most) == (5, 4)
+    assert (entry_of(run).priority, entry_of(run).request.most) == (0, 4)
 
 
 def test_a_held_trial_leaves_the_queue_and_comes_back() -> None:

@@ -114,7 +114,7 @@ class SiaSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiaEstimator:
-    """Fits them: an :class:`~...observations.Estimator`."""
+    """Fits them: an ``Estimator``."""
 
     prior: TablePrior
     node_devices: Mapping[str, int]

@@ -480,12 +480,11 @@ def replay_jobs(
     job: DeadlineJob,
     starts: Sequence[tuple[SpotMarket, int]],
     *,
-    model: SpotModel = PRIOR,
     knows_past: bool = True,
     with_optimum: bool = True,
 ) -> list[ReplayedJob]:
     """Replay the job from every start; our policy knows the zone's past where ``knows_past``."""
-    plans = SpotPlanCache(job, model)
+    plans = SpotPlanCache(job, PRIOR)
     trials: list[ReplayedJob] = []
     for market, start in starts:
         outcomes = {
@@ -502,19 +501,15 @@ def replay_jobs(
 
 
 def replay_jobs_in_any_zone(
-    job: DeadlineJob,
-    zones: Sequence[SpotMarket],
-    starts: Sequence[int],
-    *,
-    model: SpotModel = PRIOR,
+    job: DeadlineJob, zones: Sequence[SpotMarket], starts: Sequence[int]
 ) -> list[SpotOutcome]:
     """Our policy where any of the zones may be used."""
-    plans = SpotPlanCache(job, model)
+    plans = SpotPlanCache(job, PRIOR)
     merged = np.logical_or.reduce([zone.is_up for zone in zones])
     outcomes: list[SpotOutcome] = []
     for start in starts:
         policy = PlannedSpotPolicy(plans)
-        policy.recall(merged[_past(model, zones[0], start) : start], zones[0].step_s)
+        policy.recall(merged[_past(PRIOR, zones[0], start) : start], zones[0].step_s)
         outcomes.append(replay_zones(policy, job, zones, start=start))
     return outcomes
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Schedule = Callable[[Sequence[int], float], list["MessageRound"]]
-    from collections.abc import Sequence
 
 _PIECE_BYTES = 16 << 10, 256 << 10
 _SMALL_BYTES = 8 << 10

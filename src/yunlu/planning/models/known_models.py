@@ -14,7 +14,6 @@ from yunlu.planning.models.hf_parts import SEVERAL_STACKS
 from yunlu.planning.models.shape import Adapter, ModelShape
 
 if TYPE_CHECKING:
-    from yunlu.planning.models.hf_config import Head
     from yunlu.spec.job import AdapterSpec
 
 
@@ -43,7 +42,7 @@ _FRILLS = re.compile(
 _BETWEEN = re.compile(r"[\s_/-]+")
 
 
-def find_model(name: str, *, head: Head | None = None) -> ModelShape | None:
+def find_model(name: str) -> ModelShape | None:
     """The shape of a model by its hub name, its short name or a usual spelling; None: not known.
 
     ``meta-llama/Llama-3.1-8B``, ``llama3.1-8b``, ``LLAMA3.1_8B`` and ``Llama-3.1-8B pre-training``
@@ -52,7 +51,7 @@ def find_model(name: str, *, head: Head | None = None) -> ModelShape | None:
     config = find_config(name)
     if config is None:
         return None
-    return shape_from_config(config, where=f"{config['_name_or_path']} (built in)", head=head)
+    return shape_from_config(config, where=f"{config['_name_or_path']} (built in)")
 
 
 def find_config(name: str) -> dict[str, Any] | None:

@@ -83,11 +83,6 @@ def step_time(points: QueryBatch, constants: Constants | None = None) -> StepTim
     )
 
 
-def tokens_per_s_per_device(points: QueryBatch, constants: Constants | None = None) -> Column:
-    """Throughput of each point."""
-    return points.batch * points.seq / (step_time(points, constants).total_s * points.devices)
-
-
 def _step_time(points: QueryBatch, constants: Constants) -> StepTime:
     c = constants.columns(points.stack)
     micros = points.micros

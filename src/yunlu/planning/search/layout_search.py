@@ -19,16 +19,14 @@ from yunlu.planning.predict.query_batch import PRECISIONS, QueryBatch, make_quer
 from yunlu.planning.predict.step_time import step_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from yunlu.hardware.catalog import Catalog, Offer
     from yunlu.planning.plan import DatasetSize
     from yunlu.planning.predict.memory import PeakMemory, StateBytes
     from yunlu.planning.predict.query_batch import Column
 
     Indices = np.ndarray[Any, np.dtype[np.int64]]
-    from collections.abc import Iterable
-
-    from yunlu.hardware.catalog import Catalog, Offer
 
 LAYOUT_COLUMNS = (
     *("dp", "fsdp", "tp", "sequence", "pp", "virtual", "zero"),

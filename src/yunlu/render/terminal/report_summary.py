@@ -61,6 +61,7 @@ _MOST_EVALUATIONS = 8
 _MOST_OPERATORS = 15
 _MOST_CHANGES = 12
 _MOST_MEMBERS = 16
+_BAR_WIDTH = 48
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -225,12 +226,12 @@ def _interval(comparison: Comparison) -> str:
     return f"{low} – {high}{sign}"
 
 
-def _time_line(totals: dict[str, float], width: int = 48) -> Text:
+def _time_line(totals: dict[str, float]) -> Text:
     whole = sum(totals.values())
     text = Text("  time  ")
     spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
     for part, seconds in spent.items():
-        text.append("█" * max(1, round(width * seconds / whole)), _PARTS[part])
+        text.append("█" * max(1, round(_BAR_WIDTH * seconds / whole)), _PARTS[part])
     legend = Text("\n        ")
     for part, seconds in spent.items():
         legend.append("■ ", _PARTS[part])

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
 
 _SHAPE_SPREAD = 0.15
 """Standard deviation of the mean residual of a shape."""
@@ -113,7 +112,7 @@ _MOST_PER_SHAPE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitter:
-    """Fits speed models to observations: an :class:`~...observations.Estimator`."""
+    """Fits speed models to observations: an ``Estimator``."""
 
     leap: int = 4
     """How many times the largest size seen so far a job may be tried with."""

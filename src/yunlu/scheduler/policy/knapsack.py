@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
 
 _MOST_CELLS = 20_000
 _MOST_WORK = 4_000_000
@@ -177,7 +171,7 @@ def solve_with_teams(
     must_run: NDArray[np.bool_],
     groups: Sequence[TeamLimits],
 ) -> KnapsackSolution:
-    """As :func:`choose`, with limits for groups; a group's least is cut to what it can use."""
+    """As ``solve_knapsack``, with limits for groups; a group's least is cut to what it can use."""
     table, widths = _with_idle(values, sizes, must_run)
     parts = [_programme(table[group.rows], widths, capacity) for group in groups]
     limits: list[tuple[int, int]] = []
@@ -594,13 +588,12 @@ def solve_priced_with_teams(
     groups: Sequence[TeamLimits],
     must_run: NDArray[np.bool_],
     prices: Floats | None = None,
-    gap: float = 1e-4,
 ) -> PricedSolution:
-    """As :func:`~...mixed_choice.choose`, with limits for groups of jobs.
+    """As ``solve_priced``, with limits for groups of jobs.
 
     No group gets more than its most; it gets its least as far as its jobs can use it.
     """
-    choice = solve_priced(worth, options, must_run=must_run, prices=prices, gap=gap)
+    choice = solve_priced(worth, options, must_run=must_run, prices=prices)
     finite = np.where(np.isfinite(worth), np.abs(worth), 0.0)
     dearest = float((finite / options.sizes).max(initial=0.0))
     if dearest <= 0:
@@ -621,7 +614,7 @@ def solve_priced_with_teams(
         for group, item in zip(groups, tolls, strict=True):
             toll[group.rows] = item
         tolled = worth - toll[:, None] * options.sizes
-        choice = solve_priced(tolled, options, must_run=must_run, prices=prices, gap=gap)
+        choice = solve_priced(tolled, options, must_run=must_run, prices=prices)
     return _cut(best, worth, options, groups)
 
 

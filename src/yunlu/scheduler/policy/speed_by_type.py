@@ -111,7 +111,7 @@ class SpeedByType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossTypeFitter:
-    """Fits models for all types of a pool: an :class:`~...observations.Estimator`.
+    """Fits models for all types of a pool: an ``Estimator``.
 
     A type without timings is projected from one with them: the same curve, scaled by the ratio of
     the speeds of single devices (Sia, SOSP'23, section 3.3).

@@ -61,15 +61,7 @@ if TYPE_CHECKING:
     from yunlu.scheduler.policy.values import Demand, PoolState
 
     Floats = NDArray[np.float64]
-    Floats = NDArray[np.float64]
     Bools = NDArray[np.bool_]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Bools = NDArray[np.bool_]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Bools = NDArray[np.bool_]
-    Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
 

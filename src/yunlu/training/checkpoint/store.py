@@ -321,19 +321,14 @@ class CheckpointStore:
         ]
         return self._first_good(known, targets, lambda error: warn(f"{error} It is skipped."))
 
-    def open_best(
-        self,
-        warn: Callable[[str], None],
-        *,
-        targets: Callable[[CheckpointReader], Iterable[TensorShard]] | None = None,
-    ) -> CheckpointReader | None:
+    def open_best(self, warn: Callable[[str], None]) -> CheckpointReader | None:
         """The checkpoint with the best metric that verifies on all workers."""
         ranked: list[str] = []
         if self._group.is_leader:
             ranked = [entry.path.name for entry in self._ranked(files.entries(self._storage))]
         return self._first_good(
             self._group.broadcast_from_leader(ranked),
-            targets,
+            None,
             lambda error: warn(f"{error} It was the best; the next best is used."),
         )
 

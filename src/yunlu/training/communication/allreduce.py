@@ -347,7 +347,7 @@ _SMALL_BYTES, _LARGE_BYTES = 8 << 10, 128 << 10
 def hierarchical_allreduce(transport: Transport, flat: Tensor, *, tag: int) -> None:
     """Each machine sends and receives as much as one worker would."""
     values = values_of(flat)
-    machines = group_by_host(transport.hosts)
+    machines = group_ranks(transport.hosts)
     if len(machines) == 1:
         reduce_scatter_gather(all_ranks(transport, tag), values, range(transport.size))
         return
@@ -375,12 +375,12 @@ def _allreduce_leaders(leaders: RankGroup, values: Values) -> None:
         allreduce_ring(leaders, values)
 
 
-def group_by_host(hosts: tuple[str, ...]) -> list[list[int]]:
-    """Ranks on each machine, in order; the first is its leader."""
-    machines: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        machines.setdefault(host, []).append(rank)
-    return list(machines.values())
+def group_ranks(names: Sequence[str]) -> list[list[int]]:
+    """Ranks that share a name (of a machine, of a site), in order; the first is the leader."""
+    groups: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        groups.setdefault(name, []).append(rank)
+    return list(groups.values())
 
 
 def _run_follower(group: RankGroup, leader: int, values: Values) -> None:
@@ -399,19 +399,6 @@ def _run_leader(group: RankGroup, others: list[int], values: Values) -> None:
 def _add_all(total: Values, shares: list[Values]) -> None:
     for share in shares:
         add(total, share)
-
-
-__all__ = [
-    "ALGORITHMS",
-    "AllReduceFunction",
-    "direct_allreduce",
-    "double_tree_allreduce",
-    "doubling_allreduce",
-    "hierarchical_allreduce",
-    "ring_allreduce",
-    "server_allreduce",
-    "tree_allreduce",
-]
 
 
 class AllReduceFunction(Protocol):

@@ -79,7 +79,30 @@ class AllReducer(Protocol):
         ...
 
 
-class TorchAllReducer:
+class _Exact:
+    """Of an all-reducer whose sums are exact: no residuals, hence no state."""
+
+    is_exact = True
+
+    def commit(self) -> None:
+        """Exact: no residual."""
+
+    def revert(self) -> None:
+        """Exact: no residual."""
+
+    def error(self) -> float | None:
+        """None: exact."""
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """Stateless."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Stateless."""
+
+
+class TorchAllReducer(_Exact):
     """All-reduce by torch's backend: gloo or NCCL.
 
     Args:
@@ -87,8 +110,6 @@ class TorchAllReducer:
         wait_for: Waits for an operation in flight.
         cut: Aborts the group's operations, from any thread.
     """
-
-    is_exact = True
 
     def __init__(
         self,
@@ -117,23 +138,6 @@ class TorchAllReducer:
     def traffic(self) -> Traffic:
         """Bytes a ring sends for the sums so far."""
         return self._traffic
-
-    def commit(self) -> None:
-        """Exact: no residual."""
-
-    def revert(self) -> None:
-        """Exact: no residual."""
-
-    def error(self) -> float | None:
-        """None: exact."""
-        return None
-
-    def state(self) -> dict[str, Tensor]:
-        """Stateless."""
-        return {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Stateless."""
 
     def abort(self) -> None:
         """See ``AllReducer``."""
@@ -172,15 +176,13 @@ class _Task:
             self.target.copy_(self.flat)
 
 
-class ThreadedAllReducer:
+class ThreadedAllReducer(_Exact):
     """All-reduces on a transport in a thread of its own, in the order in which they were started.
 
     Args:
         transport: Closed with this.
         run: ``run(transport, flat, key, tag)`` leaves the sum over all workers in ``flat``.
     """
-
-    is_exact = True
 
     def __init__(
         self, transport: Transport, run: Callable[[Transport, Tensor, int, int], None]
@@ -210,23 +212,6 @@ class ThreadedAllReducer:
     def traffic(self) -> Traffic:
         """See ``AllReducer``."""
         return self._transport.traffic
-
-    def commit(self) -> None:
-        """Exact: no residual."""
-
-    def revert(self) -> None:
-        """Exact: no residual."""
-
-    def error(self) -> float | None:
-        """None: exact."""
-        return None
-
-    def state(self) -> dict[str, Tensor]:
-        """Stateless."""
-        return {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Stateless."""
 
     def abort(self) -> None:
         """See ``AllReducer``."""

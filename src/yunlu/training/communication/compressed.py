@@ -330,7 +330,6 @@ def make_compressed_allreducer(
     share: float = 0.01,
     rank: int = 4,
     matrices: Mapping[int, Sequence[MatrixSlice]] | None = None,
-    feedback: bool | None = None,
     clip_norm: float | None = None,
 ) -> CompressedAllReducer:
     """All-reducer with a codec or PowerSGD.
@@ -342,7 +341,6 @@ def make_compressed_allreducer(
         share: See ``make_codec``.
         rank: Of PowerSGD's factors.
         matrices: For PowerSGD, the matrices in the tensor of each key.
-        feedback: See ``CompressedAllReduce``.
         clip_norm: Gradient clipping norm of the job; see ``clip_worker_gradient``.
     """
     if codec_name == "powersgd":
@@ -350,9 +348,7 @@ def make_compressed_allreducer(
             transport, PowerSgdAllReduce(matrices or {}, rank=rank, clip_norm=clip_norm)
         )
     codec = make_codec(codec_name, block=block, share=share)
-    return CompressedAllReducer(
-        transport, CompressedAllReduce(codec, feedback=feedback, clip_norm=clip_norm)
-    )
+    return CompressedAllReducer(transport, CompressedAllReduce(codec, clip_norm=clip_norm))
 
 
 def _split(length: int, parts: int) -> list[slice]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.settings import read_site
 from yunlu.planning.communication.methods import one_bit_from
 from yunlu.planning.communication.step_forecast import MethodSetting
-from yunlu.training.communication.allreduce import ALGORITHMS, server_allreduce
+from yunlu.training.communication.allreduce import ALGORITHMS, group_ranks, server_allreduce
 from yunlu.training.communication.allreducer import (
     ThreadedAllReducer,
     TorchAllReducer,
@@ -24,7 +24,6 @@ from yunlu.training.communication.local_updates import (
     Site,
     SiteFollower,
     WeightAveraging,
-    group_by_site,
 )
 from yunlu.training.communication.powersgd import MatrixSlice, as_matrix
 
@@ -94,7 +93,7 @@ def _find_sites(spec: CommunicationSpec, world: World) -> list[list[int]]:
     """Workers that step together: sites if the job asks for them, else each worker alone."""
     if spec.together == "worker":
         return [[rank] for rank in range(world.layout.world)]
-    return group_by_site(world.gather(read_site() or world.host))
+    return group_ranks(world.gather(read_site() or world.host))
 
 
 def _open_local(

@@ -19,6 +19,7 @@ import numpy as np
 from yunlu.core.limits import decode_json
 from yunlu.planning.communication.timing import WireFigures
 from yunlu.planning.machine_profile import MessageTime
+from yunlu.training.communication.allreduce import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,6 @@ class LinkTrial:
     """Measuring messages on a transport."""
 
     transport: Transport
-    tag: int
 
     @property
     def others(self) -> list[int]:
@@ -56,7 +56,6 @@ class LinkTrial:
         self.transport.exchange(
             dict.fromkeys(self.others, b""),
             {peer: bytearray(0) for peer in self.others},
-            tag=self.tag,
         )
         return time.perf_counter() - began
 
@@ -73,13 +72,13 @@ class LinkTrial:
                 began = time.perf_counter()
                 enough = len(spans) + 1 >= least and began - begun > budget_s
                 go_on = not enough and len(spans) + 1 < most
-                self.transport.send(peer, bytes([go_on]), tag=self.tag)
-                self.transport.receive(peer, answer, tag=self.tag)
+                self.transport.send(peer, bytes([go_on]))
+                self.transport.receive(peer, answer)
                 spans.append((time.perf_counter() - began) / 2)
             else:
-                self.transport.receive(peer, answer, tag=self.tag)
+                self.transport.receive(peer, answer)
                 go_on = bool(answer[0])
-                self.transport.send(peer, answer, tag=self.tag)
+                self.transport.send(peer, answer)
         return typical(spans) if is_first else math.nan
 
     def stream(self, peer: int, budget_s: float) -> float:
@@ -97,8 +96,8 @@ class LinkTrial:
 
         def request(size: int) -> float:
             began = time.perf_counter()
-            self.transport.send(peer, size.to_bytes(8, "little"), tag=self.tag)
-            self.transport.receive(peer, memoryview(into)[:size], tag=self.tag)
+            self.transport.send(peer, size.to_bytes(8, "little"))
+            self.transport.receive(peer, memoryview(into)[:size])
             return time.perf_counter() - began
 
         request(1)  # the peer may have started late
@@ -112,7 +111,7 @@ class LinkTrial:
             spent_s = min(request(size), request(size))
         while time.perf_counter() - begun + spent_s < budget_s:
             spent_s = min(spent_s, request(size))
-        self.transport.send(peer, bytes(8), tag=self.tag)
+        self.transport.send(peer, bytes(8))
         # Even a single byte takes a round trip.
         return max(size / max(spent_s - both_s, spent_s / 2), _SLOWEST)
 
@@ -120,11 +119,11 @@ class LinkTrial:
         header = bytearray(8)
         data = bytes(LARGEST_BYTES)
         while True:
-            self.transport.receive(peer, header, tag=self.tag)
+            self.transport.receive(peer, header)
             size = int.from_bytes(header, "little")
             if not 0 < size <= LARGEST_BYTES:
                 return
-            self.transport.send(peer, memoryview(data)[:size], tag=self.tag)
+            self.transport.send(peer, memoryview(data)[:size])
 
     def time_exchange(
         self, outgoing: Mapping[int, int], incoming: Mapping[int, int], rounds: int
@@ -140,7 +139,7 @@ class LinkTrial:
         for _ in range(rounds):
             self.barrier()
             began = time.perf_counter()
-            self.transport.exchange(sent, into, tag=self.tag)
+            self.transport.exchange(sent, into)
             spans.append(time.perf_counter() - began)
         return min(map(max, zip(*self.share(spans), strict=True)))
 
@@ -148,7 +147,7 @@ class LinkTrial:
         """Gather a JSON value of every worker, by rank."""
         data = json.dumps(value).encode()
         rate = self.transport.gather(
-            dict.fromkeys(self.others, data), self.others, limit_bytes=_ROW_BYTES, tag=self.tag
+            dict.fromkeys(self.others, data), self.others, limit_bytes=_ROW_BYTES
         )
         gathered = {**{peer: bytes(text) for peer, text in rate.items()}, self.transport.rank: data}
         return [decode_json(gathered[rank]) for rank in range(self.transport.size)]
@@ -161,7 +160,7 @@ class LinkTrial:
 
         def time_round() -> float:
             began = time.perf_counter()
-            self.transport.exchange({after: b"."}, {before: into}, tag=self.tag)
+            self.transport.exchange({after: b"."}, {before: into})
             return time.perf_counter() - began
 
         if size == 1:
@@ -198,7 +197,6 @@ def measure_links(
     all_reduce: Callable[[int], object] | None = None,
     codecs: Sequence[CodecCost] = (),
     add_bytes_per_s: float | None = None,
-    tag: int = 0,
 ) -> WireFigures:
     """Latency and rate between all hosts; called by all workers, with equal results.
 
@@ -211,9 +209,8 @@ def measure_links(
         all_reduce: All-reduces so many bytes with torch.
         codecs: Cost of each codec here; the slowest worker's counts.
         add_bytes_per_s: Addition speed; the slowest worker's counts.
-        tag: Of the messages.
     """
-    trial = LinkTrial(transport, tag)
+    trial = LinkTrial(transport)
     trial.barrier()
     matrix = _LinkMatrix(transport.hosts)
     for _ in range(_MAX_PASSES):
@@ -253,15 +250,9 @@ def _pairings(hosts: Sequence[str]) -> list[tuple[int, int]]:
     Pairs measured at the same time share no host (a round-robin tournament), so each has
     its links to itself.
     """
-    ranks_by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks_by_host.setdefault(host, []).append(rank)
-    pairs = [
-        pair
-        for group in ranks_by_host.values()
-        for pair in zip(group[::2], group[1::2], strict=False)
-    ]
-    players: list[int | None] = [group[0] for group in ranks_by_host.values()]
+    machines = group_ranks(hosts)
+    pairs = [pair for ranks in machines for pair in zip(ranks[::2], ranks[1::2], strict=False)]
+    players: list[int | None] = [ranks[0] for ranks in machines]
     if len(players) % 2:
         players.append(None)
     for _ in range(len(players) - 1):

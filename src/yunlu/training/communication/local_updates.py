@@ -605,11 +605,3 @@ class Site:
         """Close the connections."""
         self.allreducer.close()
         self.numbers.close()
-
-
-def group_by_site(names: Sequence[str]) -> list[list[int]]:
-    """Ranks of each site, in order; the first is its leader."""
-    sites: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        sites.setdefault(name, []).append(rank)
-    return list(sites.values())

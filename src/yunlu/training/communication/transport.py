@@ -389,9 +389,9 @@ class Transport:
         """Receive a message into ``into``."""
         self.exchange({}, {peer: into}, tag=tag)
 
-    def receive_some(self, peer: int, *, limit_bytes: int, tag: int = 0) -> bytearray:
+    def receive_some(self, peer: int, *, limit_bytes: int) -> bytearray:
         """Receive a message of at most so many bytes."""
-        return self.gather({}, [peer], limit_bytes=limit_bytes, tag=tag)[peer]
+        return self.gather({}, [peer], limit_bytes=limit_bytes)[peer]
 
     def exchange(
         self, outgoing: Mapping[int, Data], incoming: Mapping[int, Data], *, tag: int = 0

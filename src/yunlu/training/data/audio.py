@@ -179,10 +179,13 @@ def resample(wave: np.ndarray, rate: int, target_rate: int) -> np.ndarray:
     return resample_poly(wave, target_rate // common, rate // common).astype(np.float32)
 
 
-def mel_filters(sample_rate: int, *, bands: int, bins: int, lowest_hz: float = 20.0) -> Tensor:
+_LOWEST_HZ = 20.0
+
+
+def mel_filters(sample_rate: int, *, bands: int, bins: int) -> Tensor:
     """Weights ``(K, F)`` of triangles with centres even on the mel scale (O'Shaughnessy, 1987)."""
     nyquist = sample_rate / 2
-    edges = _to_hz(torch.linspace(_to_mel(lowest_hz), _to_mel(nyquist), bands + 2).double())
+    edges = _to_hz(torch.linspace(_to_mel(_LOWEST_HZ), _to_mel(nyquist), bands + 2).double())
     frequencies = torch.linspace(0, nyquist, bins).double()[:, None]
     left, centre, right = edges[:-2], edges[1:-1], edges[2:]
     rising = (frequencies - left) / (centre - left)

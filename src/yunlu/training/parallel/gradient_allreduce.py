@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +19,12 @@ from yunlu.training.single_worker import SingleModel
 from yunlu.training.tensor_slices import is_distributed, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
     from yunlu.training.communication.allreducer import AllReducer, PendingAllReduce
+    from yunlu.training.single_worker import Backward, ForwardContext, LossOf
     from yunlu.training.tasks.task import Batch
 
 
@@ -314,10 +314,10 @@ class SiteReplicas(SingleModel):
     def accumulate(
         self,
         micros: Sequence[Batch],
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
+        loss_of: LossOf,
+        backward: Backward,
         *,
-        forward: Callable[[], AbstractContextManager[Any]],
+        forward: ForwardContext,
     ) -> Tensor:
         """Forward and backward; the reduction overlaps the last backward pass."""
         *before, last = micros

@@ -17,13 +17,14 @@ from yunlu.training.parallel.zero import OwnedWeights
 from yunlu.training.tensor_slices import is_distributed, join_groups, local_of, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from yunlu.training.communication.allreducer import AllReducer
     from yunlu.training.engine import Engine
     from yunlu.training.parallel.fsdp import UsedWeights
     from yunlu.training.parallel.pipeline import Pipeline
     from yunlu.training.parallel.world import World
+    from yunlu.training.single_worker import Backward, ForwardContext, LossOf
     from yunlu.training.tasks.task import Batch
 
 
@@ -93,10 +94,10 @@ class ParallelModel:
     def accumulate(
         self,
         micros: Sequence[Batch],
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
+        loss_of: LossOf,
+        backward: Backward,
         *,
-        forward: Callable[[], AbstractContextManager[Any]],
+        forward: ForwardContext,
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of this worker's losses."""
         self._samples = sum(micro.samples for micro in micros)
@@ -244,20 +245,18 @@ class ParallelModel:
 
 def blank_like(template: nn.Module) -> nn.Module:
     """A model of the same architecture, with uninitialised weights."""
-    memo: dict[int, Any] = {
-        id(weight): nn.Parameter(
-            torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad
-        )
-        for weight in template.parameters()
-    }
-    return copy.deepcopy(template, memo)
+    return _copy_without_weights(template, "cpu")
 
 
 def template_of(model: nn.Module) -> nn.Module:
     """The architecture of a model without its weights (meta tensors), as a template for copies."""
+    return _copy_without_weights(model, "meta")
+
+
+def _copy_without_weights(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(
-            torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad
+            torch.empty_like(weight, device=device), requires_grad=weight.requires_grad
         )
         for weight in model.parameters()
     }

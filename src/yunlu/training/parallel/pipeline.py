@@ -30,10 +30,10 @@ from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from yunlu.planning.layouts import Layout
     from yunlu.training.parallel.pipeline_schedules import Action
+    from yunlu.training.single_worker import Backward, ForwardContext, LossOf
     from yunlu.training.tasks.task import Batch
 
 
@@ -233,11 +233,11 @@ class Pipeline:
     def accumulate(
         self,
         micros: Sequence[Batch],
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
+        loss_of: LossOf,
+        backward: Backward,
         *,
         before_last: Callable[[int], None] | None = None,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        context: ForwardContext = nullcontext,
     ) -> Tensor:
         """Forward and backward over the micro-batches; the sum of the losses computed here.
 

@@ -94,11 +94,11 @@ def redistribute(
         _send_all(giving, taking, transfers, rank=rank, limit_bytes=limit, group=group)
 
 
-def gather_specs(held: Iterable[TensorShard], *, group: Any = None) -> dict[str, TensorSpec]:
-    """Specs of all tensors held anywhere; every worker of the group calls this."""
+def gather_specs(held: Iterable[TensorShard]) -> dict[str, TensorSpec]:
+    """Specs of all tensors held anywhere; every worker calls this."""
     return {
         part.name: TensorSpec(part.shape, part.dtype)
-        for described in gather_json(_describe(held), group=group)
+        for described in gather_json(_describe(held))
         for part in _parse_shards(described)
     }
 

@@ -60,7 +60,6 @@ from yunlu.training.parallel.tensor_parallel_plans import (
     find_styles,
     tied_weights,
     why_not_tensor,
-    why_not_vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -214,14 +213,6 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return grad_Nv, None, None, None, None
 
 
-__all__ = [
-    "apply_tensor_parallel",
-    "make_plain",
-    "sharded_loss",
-    "why_not_tensor",
-    "why_not_vocabulary",
-]
-
 _LENGTH = -2
 """Sequence dimension of ``(B, L, D)``, or ``(T, D)`` for packed samples."""
 
@@ -238,7 +229,7 @@ def apply_tensor_parallel(
         mesh: One axis.
         sequence: Also shard the activations between the matrices (Korthikanti et al. 2022, section 4.2.2).
         vocabulary: Keep the logits sharded inside ``sharded_loss``; no effect where
-            ``why_not_vocabulary`` has a reason.
+            ``find_head`` finds no layer that is split.
 
     Raises:
         ModelError: The model cannot be sharded this many ways.

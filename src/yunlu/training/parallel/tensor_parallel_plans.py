@@ -51,15 +51,6 @@ def why_not_tensor(model: nn.Module, ways: int, *, sequence: bool = False) -> st
     return None
 
 
-def why_not_vocabulary(model: nn.Module, ways: int) -> str | None:
-    """Why logits cannot stay sharded in training; None if they can."""
-    if reason := why_not_tensor(model, ways):
-        return reason
-    if find_head(model, find_styles(model, ways)) is None:
-        return f"{type(model).__name__} ends in a layer that is not split {ways} ways"
-    return None
-
-
 def find_styles(model: nn.Module, ways: int, *, sequence: bool = False) -> Styles:
     """The style of each layer.
 

@@ -44,14 +44,12 @@ class WorkerGoneError(Exception):
     """The second worker ended before it reported anything."""
 
 
-def measure_start_and_link(
-    sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
-) -> tuple[StartFigures, LinkFigures | None]:
+def measure_start_and_link() -> tuple[StartFigures, LinkFigures | None]:
     """Start a second worker, then exchange arrays with it; no link figures if that fails."""
     with tempfile.TemporaryDirectory(prefix="yunlu-probe-") as directory:
         store = str(Path(directory) / "store")
         began_at = time.time()
-        command = [*_PROGRAM, store, json.dumps(list(sizes)), str(rounds)]
+        command = [*_PROGRAM, store, json.dumps(SIZES), str(ROUNDS)]
         with piped_process(command) as child:
             assert child.stdout is not None
             line = child.stdout.readline()
@@ -59,7 +57,7 @@ def measure_start_and_link(
                 raise WorkerGoneError
             report: dict[str, float] = decode_json(line)
             try:
-                link = exchange(0, store, sizes, rounds)
+                link = exchange(0, store, SIZES, ROUNDS)
             except RuntimeError:  # torch raises it for every failure of a collective
                 link = None
     start = StartFigures(

@@ -34,9 +34,7 @@ IGNORED = -100
 _CONFUSION_LIMIT = 100
 
 
-def loss_sum(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = IGNORED
-) -> Tensor:
+def loss_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy summed over the counted targets, in float32 whatever the model's precision.
 
     ``logits`` are ``(..., classes)`` and ``targets`` ``(...)``.
@@ -46,7 +44,7 @@ def loss_sum(
         targets.reshape(-1),
         reduction="sum",
         label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
+        ignore_index=IGNORED,
     )
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
     Indices = NDArray[np.intp]
-    Array = NDArray[np.float64]
-    Indices = NDArray[np.intp]
 
 ROOT5 = np.sqrt(5.0)
 JITTER = 1e-6

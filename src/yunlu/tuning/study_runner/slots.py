@@ -117,10 +117,10 @@ def restarts_on_resize(run: RunStore) -> bool:
     return record is None or any(lease.slots for lease in record.wanted)
 
 
-def find_slots(*, devices: int | None = None, priority: int = 0, team: str = "") -> Slots:
+def find_slots(devices: int | None = None) -> Slots:
     """The pool if one is up, else this machine."""
     if find_service(lifecycle.home()) is not None:
-        return PoolSlots(devices=devices, priority=priority, team=team)
+        return PoolSlots(devices)
     return LocalSlots(devices)
 
 
@@ -261,12 +261,10 @@ class PoolSlots:
     less, or later, where others need the devices more.
     """
 
-    def __init__(self, *, devices: int | None = None, priority: int = 0, team: str = "") -> None:
-        """Takes the study's priority and team, and its most devices."""
+    def __init__(self, devices: int | None = None) -> None:
+        """Takes the most devices of the study."""
         self._home = lifecycle.home()
         self._most = devices
-        self._priority = priority
-        self._team = team
 
     @property
     def devices(self) -> int:
@@ -286,13 +284,12 @@ class PoolSlots:
         del most  # a bound in the queue can be raised at any time
         job = read_job(run)
         request = make_request(job, most=devices)
-        priority = self._priority_of(promise)
+        priority = _priority_of(promise)
         if read_entry(run) is None:
             adapted = job.train.adapt_batch
             entry = QueueEntry(
                 submitted_at=time.time(),
                 priority=priority,
-                team=self._team,
                 request=request,
                 most_batch=adapted.max if adapted else None,
                 signature=job_signature(job),
@@ -310,7 +307,7 @@ class PoolSlots:
             return False
         most = max(devices // entry.request.multiple * entry.request.multiple, entry.request.least)
         request = entry.request.model_copy(update={"most": most, "requested": most})
-        priority = self._priority_of(promise)
+        priority = _priority_of(promise)
         if (request, priority) != (entry.request, entry.priority):
             change_entry(run, request=request, priority=priority)
         return True
@@ -336,9 +333,10 @@ class PoolSlots:
         self.release(run, for_good=False)
         lifecycle.request_stop(run, now=now)
 
-    def _priority_of(self, promise: float) -> int:
-        # Never above the study's own: other runs of the pool do not wait for a promising trial.
-        return self._priority if promise >= PROMISING else self._priority - 1
+
+def _priority_of(promise: float) -> int:
+    # Never above the usual: other runs of the pool do not wait for a promising trial.
+    return 0 if promise >= PROMISING else -1
 
 
 _RUNG_S = 60.0

@@ -547,9 +547,9 @@ class TrialEvents:
             self._since = None
 
 
-def read_trial_events(run: RunStore, *, devices: int = 1) -> TrialEvents:
+def read_trial_events(run: RunStore) -> TrialEvents:
     """Fold all events of a run."""
-    events = TrialEvents(devices=devices)
+    events = TrialEvents(devices=1)
     for event, offset in run.read_events():
         events.apply_event(event)
         events.offset = offset

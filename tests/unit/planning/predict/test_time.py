@@ -22,7 +22,7 @@ from yunlu.planning.predict.query_batch import (
     concatenate,
     make_queries,
 )
-from yunlu.planning.predict.step_time import step_time, tokens_per_s_per_device
+from yunlu.planning.predict.step_time import step_time
 
 A_MODEL = {
     "layers": 32.0,
@@ -80,7 +80,7 @@ def points(count: int = 1, **columns: object) -> QueryBatch:
 
 def test_one_device_computes_at_a_plausible_share_of_its_peak() -> None:
     asked = points()
-    pace = tokens_per_s_per_device(asked)
+    pace = asked.batch * asked.seq / (step_time(asked).total_s * asked.devices)
     share = pace * asked.flops_per_token / asked.peak_flops
     assert 0.3 < share[0] < 0.75
 

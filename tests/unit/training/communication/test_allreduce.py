@@ -16,7 +16,7 @@ from yunlu.training.communication.allreduce import (
     ALGORITHMS,
     TreeNode,
     double_tree_nodes,
-    group_by_host,
+    group_ranks,
     heap_tree_node,
     segments,
     server_allreduce,
@@ -88,7 +88,7 @@ def test_machines_with_any_number_of_workers_add_up(hosts: tuple[int, ...]) -> N
         between = {
             transport.rank: transport.traffic.sent_bytes
             for transport in transports
-            if transport.rank not in {ranks[0] for ranks in group_by_host(transport.hosts)}
+            if transport.rank not in {ranks[0] for ranks in group_ranks(transport.hosts)}
         }
         if len(set(hosts)) > 1:  # who does not lead sends its share to its leader, and that is all
             pieces = len(segments(slice(0, 5000), 4))

@@ -21,7 +21,6 @@ from yunlu.training.parallel.tensor_parallel_plans import (
     find_head,
     find_styles,
     why_not_tensor,
-    why_not_vocabulary,
 )
 
 SIZES: dict[str, Any] = {"max_length": 8, "width": 24, "layers": 1, "heads": 6}
@@ -60,19 +59,17 @@ def test_a_vocabulary_that_does_not_divide_is_replicated() -> None:
     assert "embedding.token" not in styles
     assert "head" not in styles
     assert find_head(model, styles) is None
-    assert "not split 2 ways" in (why_not_vocabulary(model, 2) or "")
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "embedding.token"), (False, "head")])
 def test_the_head_is_the_layer_that_makes_the_scores(tied: bool, head: str) -> None:
     model = _language(tied=tied)
     assert find_head(model, find_styles(model, 2)) == head
-    assert why_not_vocabulary(model, 2) is None
 
 
 def test_a_classifier_has_no_vocabulary_to_shard() -> None:
     model = TransformerClassifier(vocabulary=12, classes=2, **SIZES)
-    assert why_not_vocabulary(model, 2) is not None
+    assert find_head(model, find_styles(model, 2)) is None
 
 
 def test_layers_of_an_mlp_are_sharded_in_pairs_that_divide() -> None:

@@ -40,6 +40,10 @@ class AcceleratorKind:
     fork; freed memory is reused whatever its size."""
     deterministic: Mapping[str, str] = field(default_factory=dict[str, str])
     """What deterministic training needs before the libraries load."""
+    resource: str = "gpu"
+    """What Slurm's GRES and, in capitals, Ray's resources call it."""
+    renumbering: tuple[str, ...] = ()
+    """Variables that hide devices below those of ``visible``, which then count the others from 0."""
 
 
 def _count_nvidia(root: Path) -> int:
@@ -90,6 +94,7 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
         title="NVIDIA or AMD GPU",
         count=lambda root: _count_nvidia(root) or _count_amd(root),
         visible=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        renumbering=("ROCR_VISIBLE_DEVICES",),
         prefixes=("NCCL_", "RCCL_", "PYTORCH_CUDA_", "PYTORCH_HIP_"),
         worker={
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -108,6 +113,7 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
         },
         deterministic={"HCCL_DETERMINISTIC": "true"},
+        resource="npu",
     ),
     AcceleratorKind(
         name="xpu",
@@ -119,7 +125,10 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
 )
 COLLECTIVE_LIBRARIES = ("nccl", "rccl", "hccl", "xccl")
 """Names in the messages of errors that a lost worker causes."""
-SHARED_PREFIXES = tuple(prefix for kind in ACCELERATORS for prefix in kind.prefixes)
+_PREFIXES = tuple(prefix for kind in ACCELERATORS for prefix in kind.prefixes)
+_HIDING = {name for kind in ACCELERATORS for name in (*kind.visible, *kind.renumbering)}
+RESOURCES = tuple(dict.fromkeys(kind.resource for kind in ACCELERATORS))
+"""How schedulers call accelerators, the most usual first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,11 @@ class VisibleDevices:
         if kind is None or not slots:
             return {}
         return {kind.visible[0]: ",".join(self.names[slot] for slot in slots)}
+
+
+def is_shared_variable(name: str) -> bool:
+    """Whether workers on other machines need this variable, too: not which devices are seen here."""
+    return name.startswith(_PREFIXES) and name not in _HIDING
 
 
 def find_kind(name: str) -> AcceleratorKind | None:
@@ -172,6 +186,9 @@ def find_devices(
 def _visible(name: str, count: int, environment: Mapping[str, str]) -> VisibleDevices:
     kind = find_kind(name)
     names = tuple(map(str, range(count)))
+    for variable in kind.renumbering if kind else ():
+        if variable in environment:
+            names = tuple(map(str, range(len(_listed(environment[variable], names)))))
     for variable in kind.visible if kind else ():
         if variable in environment:
             names = _listed(environment[variable], names)

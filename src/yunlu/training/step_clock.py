@@ -71,7 +71,7 @@ class DeviceClock:
     @property
     def compute_s(self) -> float:
         """Seconds of forward and backward, once the host has waited for the device."""
-        return elapsed_s(*self._events[:2])
+        return elapsed_s(*self._events[:2]) if len(self._events) > 1 else 0.0
 
     def split(self, step: Step, thread_s: float) -> None:  # noqa: ARG002 - the thread waits for the device
         """By the events; a device that was done before the next batches were there waited for data."""

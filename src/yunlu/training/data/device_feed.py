@@ -30,7 +30,7 @@ class DeviceFeed:
         self._steps, self._device = steps, device
         self._stream = torch.Stream(device)
         self._next: list[Batch] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._random: HostRandom | None = None
 
     def __iter__(self) -> DeviceFeed:
@@ -52,7 +52,7 @@ class DeviceFeed:
         self._random = hold_host_random()
         try:
             self._next = self._send(next(self._steps))
-        except BaseException as error:  # noqa: BLE001 - raised by ``__next__``
+        except Exception as error:  # noqa: BLE001 - raised by ``__next__``
             self._error = error
 
     @property

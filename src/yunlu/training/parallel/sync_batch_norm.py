@@ -86,7 +86,7 @@ def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
         return type(module).forward(module, values)
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]
     local_count = 0 if _uncounted else values.numel() // values.shape[1]
-    mean, variance, count = _group_statistics(values, local_count, module.running_mean, all_reduce)
+    mean, variance, count = _group_statistics(values, local_count, all_reduce)
     if not isinstance(count, Tensor) and count < _FEWEST:
         return _use_running(module, values)
     if module.track_running_stats:
@@ -101,7 +101,6 @@ def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
 def _group_statistics(
     values: Tensor,
     local_count: int,
-    shift: Tensor | None,
     all_reduce: Callable[[Tensor], object],
 ) -> tuple[Tensor, Tensor, int | Tensor]:
     """Mean and variance of each channel, and the number of values.
@@ -109,7 +108,7 @@ def _group_statistics(
     Sums of squares in double precision are exact enough for single-precision inputs.
     """
     if is_accelerator(values.device):
-        return _group_statistics_on_device(values, local_count, shift, all_reduce)
+        return _group_statistics_on_device(values, local_count, all_reduce)
     channels = values.shape[1]
     sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
     if local_count:
@@ -127,29 +126,25 @@ def _group_statistics(
 
 
 def _group_statistics_on_device(
-    values: Tensor,
-    local_count: int,
-    shift: Tensor | None,
-    all_reduce: Callable[[Tensor], object],
+    values: Tensor, local_count: int, all_reduce: Callable[[Tensor], object]
 ) -> tuple[Tensor, Tensor, int | Tensor]:
-    """The same in single precision, about the running mean: it is equal on all workers, and near.
+    """The same in single precision: the mean first, and then the squares about it.
 
     The host does not wait for the number of values unless it may be too small.
     """
     channels = values.shape[1]
-    sums = torch.zeros(2 * channels + 1, device=values.device)
-    if shift is None:
-        shift = torch.zeros(channels, device=values.device)
+    sums = torch.zeros(channels + 1, device=values.device)
+    local_mean = local_variance = sums[:-1]
     if local_count:
-        mean, variance = torch.batch_norm_update_stats(values.detach().float(), None, None, 0.0)
-        mean = mean - shift
-        sums[:channels] = local_count * mean
-        sums[channels:-1] = local_count * (variance + mean * mean)
-        sums[-1].fill_(local_count)
+        exact = values.detach().float()
+        local_mean, local_variance = torch.batch_norm_update_stats(exact, None, None, 0.0)
+        sums = functional.pad(local_mean * local_count, (0, 1), value=float(local_count))
     all_reduce(sums)
     count = sums[-1] if local_count >= _FEWEST else max(1, int(sums[-1]))
-    mean, variance = sums[:channels] / count, sums[channels:-1] / count
-    return mean + shift, (variance - mean * mean).clamp_min_(0), count
+    mean = sums[:-1] / count
+    squares = (local_variance + (local_mean - mean).square()) * local_count
+    all_reduce(squares)
+    return mean, squares / count, count
 
 
 def _use_running(module: _BatchNorm, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@
 | 11 groups guess their device | ``parallel/world.py``: ``use_device`` | ``workers.py``: current device |
 | 12 emulated bf16 counts as support | ``device_kinds/cuda.py``, ``xpu.py`` | below; ``test_device_kinds.py`` |
 | 13 ``numpy`` of tensors of the device | ``communication/allreducer.py`` | ``workers.py``: sums by a thread |
-| 14 batches neither pinned nor ahead; fragmentation | ``data/device_feed.py``; ``accelerators.py`` | ``test_speed.py``; below |
+| 14 batches neither pinned nor ahead; fragmentation | ``device_feed.py``; ``accelerators.py`` | ``test_speed.py``; below |
 
 The programs are in ``tests/pretend/programs``: many checks in one process, whose import of torch is the cost.
 """

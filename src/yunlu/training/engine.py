@@ -27,9 +27,9 @@ from yunlu.training.compiler import (
     xla_device,
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
-from yunlu.training.data.device_feed import DeviceFeed
 from yunlu.training.determinism import seed_step
 from yunlu.training.device import sum_type
+from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.guard import Guard, StepVerdict

@@ -14,8 +14,8 @@ import torch
 from tests.pretend.programs.checks import raises, run_checks
 from yunlu.core.errors import DataError, YunluError
 from yunlu.training.compiler import compile_model
-from yunlu.training.data.device_feed import DeviceFeed
 from yunlu.training.determinism import copy_random, restore_random
+from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.step_clock import DeviceClock
 from yunlu.training.tasks.task import Batch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,9 @@ def open_device(kind: str, slot: int = 0) -> torch.device:
 
 def use_device(device: torch.device) -> None:
     """Make it the current device of this thread: each thread begins with the first one."""
-    if is_accelerator(device) and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    index = cast("int | None", device.index)
+    if is_accelerator(device) and index is not None:
+        torch.accelerator.set_device_index(index)
 
 
 def sum_type(device: torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -110,6 +111,7 @@ def check_a_dead_peer_ends_by_abort(world: World) -> None:
     values = torch.ones(4, device=device)
     world.sum_over_all(values)
     assert values.tolist() == [2] * 4
+    world.sum_over_all(torch.ones(1))  # by the hosts: gloo has sent all that the other waits for
     if world.rank == 1:
         os._exit(0)
     ended = threading.Event()
@@ -161,17 +163,30 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def run_ranks(run: Callable[[int, str], None]) -> int:
-    """Fork the ranks; 0 if all ended well."""
+    """Fork the ranks; 0 if all ended well. The others of one that failed would wait for it: they end."""
     with TemporaryDirectory() as folder:
-        for rank in range(WORLD):
-            if os.fork() == 0:
-                try:
-                    run(rank, folder)
-                    os._exit(0)
-                except BaseException:  # noqa: BLE001
-                    traceback.print_exc()
-                    os._exit(1)
-        return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(WORLD))
+        children = {_fork_rank(run, rank, folder) for rank in range(WORLD)}
+        failed = 0
+        while children:
+            child, status = os.wait()
+            children.discard(child)
+            if status and not failed:
+                failed = 1
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+        return failed
+
+
+def _fork_rank(run: Callable[[int, str], None], rank: int, folder: str) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            run(rank, folder)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(1)
+    return child
 
 
 if __name__ == "__main__":

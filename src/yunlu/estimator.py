@@ -261,7 +261,7 @@ def _build(job: Job, *, inputs: int, outputs: int) -> Any:
     builtins = {"mlp": _import("yunlu.training.models.networks").MLP}
     sizes = {"inputs": inputs, "outputs": outputs}
     build: Any = _import("yunlu.training.models.build").build_model
-    with torch.random.fork_rng():
+    with _import("yunlu.training.device").random_kept():
         torch.manual_seed(job.train.seed)
         return build(job.model, builtins=builtins, sizes=sizes)
 

@@ -129,6 +129,30 @@ def test_what_the_autoscaler_can_start_is_in_reserve_and_asked_for() -> None:
         read_growth("A100")
 
 
+def test_npus_are_counted_and_asked_for_by_their_own_name() -> None:
+    growth = read_growth("npu:8x2,Ascend910B:8x1,gpu:4x1")
+    nodes = (
+        RayNode(id="a", name="a", resources={"CPU": 64, "NPU": 8}),
+        RayNode(
+            id="b", name="b", resources={"CPU": 64, "NPU": 8, "accelerator_type:Ascend910B": 1}
+        ),
+        RayNode(id="c", name="c", resources={"CPU": 64, "GPU": 4}),
+    )
+    assert [kind.awake for kind in count_awake(ClusterSurvey(nodes=nodes), growth)] == [1, 1, 1]
+    assert size_bundles(growth, {"npu": 1, "Ascend910B": 1, "gpu": 1}) == [
+        {"NPU": 8},
+        {"NPU": 8, "accelerator_type:Ascend910B": 0.001},
+        {"GPU": 4},
+    ]
+    assert [
+        (node.devices, node.type) for node in ray_executor.read_nodes(ClusterSurvey(nodes=nodes))
+    ] == [
+        (8, "npu"),
+        (8, "Ascend910B"),
+        (4, "gpu"),
+    ]
+
+
 def test_spot_nodes_are_a_kind_of_their_own() -> None:
     growth = read_growth("A100:8x2,A100-spot:8x3")
     labels = {"ray.io/market-type": "spot"}

@@ -41,6 +41,7 @@ from yunlu.executors.worker_process import (
     visible_devices,
     worker_lock_is_free,
 )
+from yunlu.hardware.accelerators import find_kind
 from yunlu.hardware.fleet import Node
 from yunlu.runs.home import find_runs
 from yunlu.runs.run_store import Area, Document, read_raw_job, require_local, text_logs
@@ -70,11 +71,15 @@ class LocalExecutor:
         self._devices = _count(options.get("devices"), address) or self._gpus or self._cores
         if self._gpus and self._devices > self._gpus:
             raise ExecutorError(
-                f"{address}: this machine has {self._gpus} GPUs, not {self._devices}",
+                f"{address}: this machine has {self._gpus} accelerators, not {self._devices}",
                 hint="say no more than there are; only processors can be shared",
             )
-        self._type = options.get("type") or ("gpu" if self._gpus else "cpu")
+        self._type = options.get("type") or self._resource()
         self._node = options.get("node") or socket.gethostname()
+
+    def _resource(self) -> str:
+        kind = find_kind(self._visible.kind)
+        return ("gpu" if kind is None else kind.resource) if self._gpus else "cpu"
 
     def capabilities(self) -> Capabilities:
         """As ``Executor.capabilities``."""

@@ -119,6 +119,9 @@ class Cluster:
             lifetime="detached",
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            resources={
+                name: count for name, count in resources.items() if name not in {"CPU", "GPU"}
+            },
             scheduling_strategy=strategy,
         ).remote(order)
         self._begun[name] = actor.state.remote()

@@ -28,7 +28,7 @@ from yunlu.executors.executor import SPOT, Capabilities, ExecutorError, LeaseSta
 from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases, read_lease_events
 from yunlu.executors.ray_watchdog import RAYLET_GONE
 from yunlu.executors.registry import read_address
-from yunlu.hardware.accelerators import SHARED_PREFIXES
+from yunlu.hardware.accelerators import RESOURCES, is_shared_variable
 from yunlu.hardware.fleet import Node
 from yunlu.runs.run_store import WORKER_LOG, Area
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from yunlu.executors.lease_executor import Lease, LeaseRecord
     from yunlu.runs.run_store import RunStore
 
-_SENT_ALONG = ("YUNLU_", "OMP_NUM_THREADS", "GLOO_", *SHARED_PREFIXES)
+_SENT_ALONG = ("YUNLU_", "OMP_NUM_THREADS", "GLOO_")
 
 
 class RayExecutor(LeasedExecutor):
     """``ray://HOST:10001`` (from anywhere), ``ray`` or ``ray?head=HOST:6379`` (on a node of it).
 
-    Options: ``device`` (gpu, cpu; without a word GPUs where a node has any), ``env`` (names of
+    Options: ``device`` (gpu, npu, cpu; without a word accelerators where a node has any), ``env`` (names of
     variables that are sent along to the nodes) and ``grow``, what its autoscaler can start.
     """
 
@@ -56,8 +56,9 @@ class RayExecutor(LeasedExecutor):
         index, options = read_address(address, ("head", "device", "env", "grow"))
         self.address = address
         self._device = options.get("device", "auto")
-        if self._device not in {"auto", "cpu", "gpu"}:
-            raise ExecutorError(f"{address}: device is {self._device!r}, neither cpu nor gpu")
+        if self._device not in {"auto", "cpu", *RESOURCES}:
+            known = " nor ".join(("cpu", *RESOURCES))
+            raise ExecutorError(f"{address}: device is {self._device!r}, neither {known}")
         self._sent = tuple(name for name in options.get("env", "").split(",") if name)
         self._link = find_link(f"ray://{index}" if index else options.get("head", "auto"))
         self._growth = read_growth(options.get("grow", ""))
@@ -153,7 +154,7 @@ class RayExecutor(LeasedExecutor):
         return {
             name: value
             for name, value in worker_environment().items()
-            if name in self._sent or name.startswith(_SENT_ALONG)
+            if name in self._sent or name.startswith(_SENT_ALONG) or is_shared_variable(name)
         }
 
 
@@ -317,8 +318,11 @@ def _end(process: subprocess.Popen[bytes], noise: IO[bytes]) -> None:
 
 OURS = "yunlu"
 """Namespace of our actors, and prefix of every name."""
-GPU, CPU = "GPU", "CPU"
+CPU = "CPU"
+_COUNTED = tuple(name.upper() for name in RESOURCES)
 _ACCELERATOR = "accelerator_type:"
+_ASCEND = "Ascend"
+"""How Ray's names of NPUs begin."""
 _TYPE_LABEL, _MARKET_LABEL = "ray.io/accelerator-type", "ray.io/market-type"
 _SPOT_MARKET = "spot"
 _ZONE_LABEL, NODE_LABEL = "ray.io/availability-zone", "ray.io/node-id"
@@ -372,10 +376,10 @@ def name_nodes(survey: ClusterSurvey) -> dict[str, str]:
 
 
 def resource_of(resources: Mapping[str, float], wanted: str = "auto") -> str:
-    """Resource that counts as a device: GPU if the node has any, else CPU."""
+    """Resource that counts as a device: GPU or NPU if the node has any, else CPU."""
     if wanted != "auto":
         return wanted.upper()
-    return GPU if resources.get(GPU, 0) >= 1 else CPU
+    return next((name for name in _COUNTED if resources.get(name, 0) >= 1), CPU)
 
 
 def read_nodes(survey: ClusterSurvey, *, device: str = "auto") -> tuple[Node, ...]:
@@ -525,7 +529,7 @@ def _is_spot(node: RayNode) -> bool:
 def _is_of(node: RayNode, kind: Reserve) -> bool:
     if _is_spot(node) != kind.is_spot:
         return False
-    device = "cpu" if kind.type == "cpu" else "gpu"
+    device = "cpu" if kind.type == "cpu" else "auto"
     has = node.resources.get(resource_of(node.resources, device), 0)
     return has == kind.devices and _type_of(node.resources, node.labels, device) == kind.type
 
@@ -533,12 +537,16 @@ def _is_of(node: RayNode, kind: Reserve) -> bool:
 def _shape(kind: Reserve) -> dict[str, float]:
     if kind.type == "cpu":
         return {CPU: kind.devices}
-    named = {} if kind.type == "gpu" else {f"{_ACCELERATOR}{kind.type}": 0.001}
-    return {GPU: kind.devices, **named}
+    if kind.type in RESOURCES:
+        return {kind.type.upper(): kind.devices}
+    counted = _COUNTED[1] if kind.type.startswith(_ASCEND) else _COUNTED[0]
+    return {counted: kind.devices, f"{_ACCELERATOR}{kind.type}": 0.001}
 
 
 def _type_of(resources: Mapping[str, float], labels: Mapping[str, str], device: str) -> str:
     if resource_of(resources, device) == CPU:
         return "cpu"
     named = [key.removeprefix(_ACCELERATOR) for key in resources if key.startswith(_ACCELERATOR)]
-    return labels.get(_TYPE_LABEL) or (named[0] if named else "gpu")
+    return labels.get(_TYPE_LABEL) or (
+        named[0] if named else resource_of(resources, device).lower()
+    )

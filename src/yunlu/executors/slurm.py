@@ -16,6 +16,7 @@ from yunlu.executors.executor import Capabilities, ExecutorError, LeaseState, Re
 from yunlu.executors.lease_executor import LeasedExecutor, ObservedLeases
 from yunlu.executors.lease_runner import AGAIN
 from yunlu.executors.registry import read_address
+from yunlu.hardware.accelerators import RESOURCES
 from yunlu.hardware.fleet import Node
 from yunlu.runs.run_store import WORKER_LOG, Area, require_local
 
@@ -123,6 +124,8 @@ class SlurmNode:
     gpus: int = 0
     used_gpus: int = 0
     gpu_type: str = ""
+    gres: str = "gpu"
+    """What Slurm calls its accelerators."""
     features: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -176,7 +179,7 @@ def read_nodes(text: str) -> Iterator[SlurmNode]:
         state, *flags = facts.get("State", "UNKNOWN").split("+")
         if state.endswith("*"):
             flags.append("NOT_RESPONDING")
-        gpus, gpu_type = _count_gpus(facts.get("Gres", ""))
+        gpus, gpu_type, gres = _count_accelerators(facts.get("Gres", ""))
         yield SlurmNode(
             name=facts["NodeName"],
             state=state.rstrip("*~#!%$@^-"),
@@ -185,17 +188,23 @@ def read_nodes(text: str) -> Iterator[SlurmNode]:
             cpus=int(facts.get("CPUTot", "0")),
             used_cpus=int(facts.get("CPUAlloc", "0")),
             gpus=gpus,
-            used_gpus=_count_gpus(facts.get("GresUsed", ""))[0],
+            used_gpus=_count_accelerators(facts.get("GresUsed", ""))[0],
             gpu_type=gpu_type,
+            gres=gres,
             features=frozenset(facts.get("AvailableFeatures", "").lower().split(",")),
         )
 
 
-def _count_gpus(gres: str) -> tuple[int, str]:
-    """How many, and of which type: of ``gpu:a100:4(S:0-1),shard:8`` 4 and ``a100``."""
-    result = re.findall(r"(?:^|,)gpu(?::([A-Za-z_][\w.-]*|\(null\)))?:(\d+)", gres)
-    kinds = [kind for kind, _ in result if kind and kind != "(null)"]
-    return sum(int(count) for _, count in result), kinds[0] if kinds else ""
+_GRES = re.compile(rf"(?:^|,)({'|'.join(RESOURCES)})(?::([A-Za-z_][\w.-]*|\(null\)))?:(\d+)")
+
+
+def _count_accelerators(gres: str) -> tuple[int, str, str]:
+    """How many, which type, and Slurm's name: of ``gpu:a100:4(S:0-1),shard:8`` 4, ``a100``, ``gpu``."""
+    result: list[tuple[str, str, str]] = _GRES.findall(gres)
+    name = next((name for name, _, count in result if int(count)), RESOURCES[0])
+    same = [(kind, int(count)) for other, kind, count in result if other == name]
+    kinds = [kind for kind, _ in same if kind and kind != "(null)"]
+    return sum(count for _, count in same), kinds[0] if kinds else "", name
 
 
 _ANSWER_S = 20.0
@@ -228,7 +237,7 @@ class SlurmOptions:
     minutes: str = ""
     """Time limit of a lease; default: that of the partition."""
     device: str = "auto"
-    """``gpu`` (GRES) or ``cpu``; ``auto`` takes GPUs where a node of the partition has any."""
+    """``gpu`` or ``npu`` (GRES), or ``cpu``; ``auto`` takes accelerators where a node has any."""
     cpus: str = "1"
     """Processors for each device."""
     memory_mb: str = ""
@@ -376,7 +385,7 @@ class SlurmExecutor(LeasedExecutor):
             may_lack = name in {"minutes", "memory_mb"}
             if not (result.isdigit() and int(result) > 0) and (result or not may_lack):
                 raise ExecutorError(f"{self.address}: {name} is not a whole number above 0")
-        for name, known in (("device", ("auto", "gpu", "cpu")), ("spot", ("", "yes", "no"))):
+        for name, known in (("device", ("auto", *RESOURCES, "cpu")), ("spot", ("", "yes", "no"))):
             result = getattr(options, name)
             if result not in known:
                 text = ", ".join(filter(None, known))
@@ -402,7 +411,7 @@ class SlurmExecutor(LeasedExecutor):
             )
         if self._has_gpus(node):
             parts.append(
-                f"--gres=gpu:{f'{node.gpu_type}:' if node.gpu_type else ''}{lease.devices}"
+                f"--gres={node.gres}:{f'{node.gpu_type}:' if node.gpu_type else ''}{lease.devices}"
             )
         return parts
 
@@ -419,13 +428,16 @@ class SlurmExecutor(LeasedExecutor):
         )
 
     def _has_gpus(self, node: SlurmNode) -> bool:
-        return self.options.device == "gpu" or (self.options.device == "auto" and node.gpus > 0)
+        wanted = self.options.device
+        return wanted in RESOURCES or (wanted == "auto" and node.gpus > 0)
 
     def _count(self, node: SlurmNode) -> int:
-        return node.gpus if self._has_gpus(node) else node.cpus // int(self.options.cpus)
+        if not self._has_gpus(node):
+            return node.cpus // int(self.options.cpus)
+        return node.gpus if self.options.device in {"auto", node.gres} else 0
 
     def _type(self, node: SlurmNode) -> str:
-        return (node.gpu_type or "gpu") if self._has_gpus(node) else "cpu"
+        return (node.gpu_type or node.gres) if self._has_gpus(node) else "cpu"
 
     def _is_spot(self, node: SlurmNode) -> bool:
         return self.options.spot == "yes" or node.is_spot

@@ -33,8 +33,6 @@ class AcceleratorKind:
     """Number of devices, from the file system below this root: no driver is loaded for it."""
     visible: tuple[str, ...]
     """Variables that restrict a process to some devices; a later one goes before an earlier one."""
-    before: str = ""
-    """Variable that hides devices before those others number what is left: AMD's driver has one."""
     prefixes: tuple[str, ...]
     """Beginnings of the variables that configure its libraries: workers elsewhere get them, too."""
     worker: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -42,6 +40,10 @@ class AcceleratorKind:
     fork; freed memory is reused whatever its size."""
     deterministic: Mapping[str, str] = field(default_factory=dict[str, str])
     """What deterministic training needs before the libraries load."""
+    resource: str = "gpu"
+    """What Slurm's GRES and, in capitals, Ray's resources call it."""
+    renumbering: tuple[str, ...] = ()
+    """Variables that hide devices below those of ``visible``, which then count the others from 0."""
 
 
 def _count_nvidia(root: Path) -> int:
@@ -92,7 +94,7 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
         title="NVIDIA or AMD GPU",
         count=lambda root: _count_nvidia(root) or _count_amd(root),
         visible=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-        before="ROCR_VISIBLE_DEVICES",
+        renumbering=("ROCR_VISIBLE_DEVICES",),
         prefixes=("NCCL_", "RCCL_", "PYTORCH_CUDA_", "PYTORCH_HIP_"),
         worker={
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -111,6 +113,7 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
         },
         deterministic={"HCCL_DETERMINISTIC": "true"},
+        resource="npu",
     ),
     AcceleratorKind(
         name="xpu",
@@ -122,7 +125,10 @@ ACCELERATORS: tuple[AcceleratorKind, ...] = (
 )
 COLLECTIVE_LIBRARIES = ("nccl", "rccl", "hccl", "xccl")
 """Names in the messages of errors that a lost worker causes."""
-SHARED_PREFIXES = tuple(prefix for kind in ACCELERATORS for prefix in kind.prefixes)
+_PREFIXES = tuple(prefix for kind in ACCELERATORS for prefix in kind.prefixes)
+_HIDING = {name for kind in ACCELERATORS for name in (*kind.visible, *kind.renumbering)}
+RESOURCES = tuple(dict.fromkeys(kind.resource for kind in ACCELERATORS))
+"""How schedulers call accelerators, the most usual first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,11 @@ class VisibleDevices:
             return {}
         # Each of them: a later one, which the process may inherit, goes before an earlier one.
         return dict.fromkeys(kind.visible, ",".join(self.names[slot] for slot in slots))
+
+
+def is_shared_variable(name: str) -> bool:
+    """Whether workers on other machines need this variable, too: not which devices are seen here."""
+    return name.startswith(_PREFIXES) and name not in _HIDING
 
 
 def find_kind(name: str) -> AcceleratorKind | None:
@@ -176,8 +187,9 @@ def find_devices(
 def _visible(name: str, count: int, environment: Mapping[str, str]) -> VisibleDevices:
     kind = find_kind(name)
     names = every = tuple(map(str, range(count)))
-    if kind and kind.before in environment:
-        names = every = every[: len(_listed(environment[kind.before], every))]
+    for variable in kind.renumbering if kind else ():
+        if variable in environment:
+            names = every = every[: len(_listed(environment[variable], every))]
     for variable in kind.visible if kind else ():
         if variable in environment:
             names = _listed(environment[variable], every)

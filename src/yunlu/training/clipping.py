@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from yunlu.training.device import CPU, is_accelerator, sum_type
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -51,11 +53,25 @@ def measure_square(weights: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
         for weight, count in zip(weights, copies, strict=True)
         if weight.grad is not None
     ]
+    device = weights[0].device if weights else CPU
     if not held:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=sum_type(device), device=device)
+    if is_accelerator(device):
+        return _square_on_device(held)
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient, _ in held])
-    counts = torch.tensor([count for _, count in held], dtype=torch.float64, device=norms.device)
+    counts = torch.tensor([count for _, count in held], dtype=torch.float64)
     return (norms.double().square() / counts).sum()
+
+
+def _square_on_device(held: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Without numbers of the host: to copy them to the device is to wait for it."""
+    groups: dict[int, list[Tensor]] = {}
+    for gradient, count in held:
+        groups.setdefault(count, []).append(gradient)
+    squares = [
+        get_total_norm(gradients).float().square() / count for count, gradients in groups.items()
+    ]
+    return torch.stack(squares).sum()
 
 
 class Clipper:
@@ -88,7 +104,7 @@ class Clipper:
         if norm.device.type == "cpu":  # plain numbers cost a hundredth of one-element tensors
             bound, self._statistics = learn_bound(self._statistics, norm.item())
             return bound
-        weight, mean, variance = (torch.as_tensor(n, device=norm.device) for n in self._statistics)
+        weight, mean, variance = (_on_device(number, norm) for number in self._statistics)
         bound, self._statistics = learn_bound((weight, mean, variance), norm.float())
         return bound
 
@@ -120,6 +136,13 @@ def learn_bound(statistics: Statistics, norm: Number) -> tuple[Number, Statistic
         _where(is_finite, new, old) for new, old in zip(learnt, statistics, strict=True)
     )
     return bound, (weight, mean, variance)
+
+
+def _on_device(number: Number, like: Tensor) -> Tensor:
+    """The number beside ``like``; written there, since to copy it is to wait for the device."""
+    if isinstance(number, Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float32, device=like.device)
 
 
 def _where(test: bool | Tensor, yes: Number, no: Number) -> Number:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,11 +30,32 @@ def set_deterministic(mode: bool, *, warn_only: bool = True) -> None:
         compiler.deterministic = mode
 
 
-def copy_random() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every generator that training may draw from."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys, np.int64))}
+class HostRandom(NamedTuple):
+    """The state of the generators of the host."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+
+def hold_host_random() -> HostRandom:
+    """The state of the host's generators; for every step, hence nothing is converted."""
+    return HostRandom(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state())
+
+
+def return_host_random(state: HostRandom) -> None:
+    """Return to what ``hold_host_random`` gave."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+
+
+def copy_random(host: HostRandom | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of every generator that training may draw from; ``host``: an earlier one there."""
+    host = host or hold_host_random()
+    version, numbers, gauss = host.python
+    name, keys, position, has_gauss, cached = host.numpy
+    tensors = {"torch": host.torch, "numpy": torch.from_numpy(np.array(keys, np.int64))}
     if (on_device := random_state()) is not None:
         tensors["device"] = on_device
     state = {

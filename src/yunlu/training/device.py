@@ -6,9 +6,10 @@ what is specific to a kind stands in ``device_kinds/``, one file each. Nowhere e
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from yunlu.training.device_kinds.kind import DeviceKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     from torch import Tensor
 
@@ -58,19 +59,39 @@ def open_device(kind: str, slot: int = 0) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread: each thread begins with the first one."""
+    index = cast("int | None", device.index)
+    if is_accelerator(device) and index is not None:
+        torch.accelerator.set_device_index(index)
+
+
+def sum_type(device: torch.device) -> torch.dtype:
+    """The type of sums of many numbers: accelerators have no float64, or a very slow one."""
+    return torch.float32 if is_accelerator(device) else torch.float64
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all that was asked of it."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
-def wait_for_copies(tensors: Iterable[Tensor]) -> None:
-    """Wait for the copies to the host that this thread has queued on the devices of these tensors."""
-    for device in {tensor.device for tensor in tensors if is_accelerator(tensor.device)}:
-        if kind_of(device.type).has_pinned_memory:
-            torch.accelerator.current_stream(device).synchronize()
-        else:
-            torch.accelerator.synchronize(device)
+def has_streams(device: torch.device) -> bool:
+    """Whether copies can be made beside the computation, from and to pinned memory."""
+    return device.type == accelerator_kind() and kind_of(device.type).has_pinned_memory
+
+
+def record_event(device: torch.device, *, is_timed: bool = False) -> torch.Event:
+    """An event after all that this thread has asked of the device so far."""
+    event = torch.Event(device, enable_timing=is_timed)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def elapsed_s(begin: torch.Event, end: torch.Event) -> float:
+    """Seconds of the device between two timed events; 0 if it has not reached the second."""
+    return begin.elapsed_time(end) / 1e3 if end.query() else 0.0
 
 
 def can_pin(devices: Iterable[torch.device]) -> bool:
@@ -140,6 +161,20 @@ def random_state() -> Tensor | None:
     """State of the current device's generator; None if this process uses no accelerator."""
     kind = used_kind()
     return None if kind is None else kind_of(kind).module.get_rng_state()
+
+
+@contextmanager
+def random_kept() -> Generator[None]:
+    """Draw random numbers inside the block without changing those after it.
+
+    ``torch.random.fork_rng`` initialises every device of the machine.
+    """
+    on_host, on_device = torch.get_rng_state(), random_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_host)
+        restore_random_state(on_device)
 
 
 def restore_random_state(state: Tensor | None) -> None:

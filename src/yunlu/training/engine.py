@@ -7,6 +7,8 @@ here, so that the loop stays the five lines it is about.
 from __future__ import annotations
 
 import math
+from itertools import chain
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,8 @@ from yunlu.training.compiler import (
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
 from yunlu.training.determinism import seed_step
+from yunlu.training.device import sum_type
+from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.guard import Guard, StepVerdict
@@ -42,6 +46,7 @@ from yunlu.training.optim.build import build_optimizer
 from yunlu.training.optim.fused_adam import hold_moments
 from yunlu.training.precision import Precision
 from yunlu.training.single_worker import SingleCommunication, SingleModel, SingleWorld
+from yunlu.training.step_clock import DeviceClock, make_step_clock
 from yunlu.training.tasks.task import collate_for
 from yunlu.training.tensor_slices import find_aliases
 
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from yunlu.training.communication.communicator import Communicator
     from yunlu.training.communication.engine_communication import EngineCommunication
     from yunlu.training.data.sample_order import RunOrder
+    from yunlu.training.determinism import HostRandom
     from yunlu.training.parallel.world import World
     from yunlu.training.single_worker import StepRequest, StepTotals, WrappedModel
     from yunlu.training.tasks.task import Batch, TrainingInputs
@@ -109,21 +115,37 @@ def make_optimizer(
     return release, release
 
 
-def make_average(model: nn.Module, decay: float) -> AveragedModel:
-    """A moving average of a model's weights."""
+class WeightAverage(AveragedModel):
+    """A moving average of a model's weights and buffers.
 
-    def blend(averages: Any, current: Any, count: Any) -> None:
+    torch's own update brings its count to the device and back in every step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take in the weights of a step."""
+        updates = int(self.n_averaged)  # a tensor of the host
         # Early on the average follows closely, so that short runs do not end near the start.
-        updates = int(count)
-        weight = 1 - min(decay, (1 + updates) / (10 + updates))
-        for average, value in zip(averages, current, strict=True):
-            if average.is_floating_point():
+        weight = 1 - min(self._decay, (1 + updates) / (10 + updates)) if updates else 1.0
+        averages = chain(self.module.parameters(), self.module.buffers())
+        for average, value in zip(
+            averages, chain(model.parameters(), model.buffers()), strict=True
+        ):
+            if updates and average.is_floating_point():
                 average.lerp_(value.to(average.dtype), weight)
             else:
                 average.copy_(value)
+        self.n_averaged += 1
 
+
+def make_average(model: nn.Module, decay: float) -> AveragedModel:
+    """A moving average of a model's weights."""
     with torch.no_grad():
-        return AveragedModel(model, multi_avg_fn=blend, use_buffers=True)
+        return WeightAverage(model, decay)
 
 
 _ADAPTING_STEPS = 20
@@ -161,6 +183,7 @@ class Engine:
             job, plan, self.lengths, samples=samples, replicas=replicas
         )
         self.communication = self._open_communication(world)
+        self._set_clock()
         self.wrapped = wrap_model(self.model, self.world, self.communication.communicator)
         self.weights = self.wrapped.leaves
         self._start = StepRestorePoint(*self.wrapped.parts)
@@ -181,6 +204,7 @@ class Engine:
         self.plateau = Plateau(factor=train.schedule.factor, patience=train.schedule.patience)
         self.state = EngineState(self, aliases)
         self._in_step = self.keeps_ledger = False
+        self._feed: DeviceFeed | None = None
         self.is_inconsistent = False
         """Whether weights and optimiser state belong to different steps."""
         self.before_change: Callable[[], None] = _nothing
@@ -206,7 +230,7 @@ class Engine:
 
     def batches(self) -> Iterator[list[Batch]]:
         """Micro-batches of the remaining steps; resumes where the last attempt stopped."""
-        return step_batches(
+        steps = step_batches(
             self.splits.train,
             collate_for(self.task, self.plan.padding),
             self.order,
@@ -218,6 +242,26 @@ class Engine:
             share=BatchShard(self.world.replica, self.world.layout.replicas),
             digests=self.keeps_ledger,
         )
+        if not isinstance(self.clock, DeviceClock):
+            return steps
+        if self._feed is not None:
+            self._feed.drop()
+        self._feed = DeviceFeed(steps, self.device)
+        return self._feed
+
+    def _set_clock(self) -> None:
+        self.clock = make_step_clock(self.device, is_single=self.world.layout.is_single)
+        """Splits the time of a step; None for one worker on the CPU, which only computes."""
+        self.begin_compute: Callable[[], float] = perf_counter
+        self.end_compute: Callable[[float], None] = self.communication.end_compute
+        """Called around forward and backward, the second with what the first returned."""
+        if isinstance(self.clock, DeviceClock):
+            self.begin_compute, self.end_compute = self.clock.begin, self.clock.end_compute
+
+    @property
+    def random_before_fetch(self) -> HostRandom | None:
+        """The host's random state before the step that was fetched ahead, if one was."""
+        return None if self._feed is None else self._feed.random_before
 
     def sync_step(self, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
         """Totals of the step over all workers, and whether one of them requests a stop."""
@@ -308,12 +352,14 @@ class Engine:
             loss, norm = self.communication.sum_loss(loss), measure_norm(self._gradients())
             self.note_waiting(is_over=True)
             return loss, norm
-        share = loss.double() / self.world.layout.tp
+        share = loss.to(sum_type(loss.device)) / self.world.layout.tp
         local = (
             share,
             measure_square(self.weights, self.wrapped.copies),
             *self.wrapped.gradient_squares(),
         )
+        if self.clock is not None:
+            self.clock.exchanged()
         sums = self.world.sum_over_all(torch.stack(local))
         self.noise.hold(sums[2:], replicas=self.world.layout.replicas)
         self.communication.record_exchange(self.wrapped.exchange_s)
@@ -331,9 +377,7 @@ class Engine:
         if self.device.type == "cpu":
             loss_value, norm_value = float(loss), float(norm)
         else:
-            loss_value, norm_value = torch.stack(
-                (loss, norm)
-            ).tolist()  # one device synchronisation
+            loss_value, norm_value = self._read_from_device(loss, norm)
         if self._is_being_adapted(loss_value):
             return loss_value, norm_value, StepVerdict("skip", "overflow")
         verdict = self.guard.judge(
@@ -342,6 +386,23 @@ class Engine:
         if verdict.action == "rollback" and self.communication.communicator.is_local_update:
             verdict = StepVerdict("skip", verdict.reason)  # only all workers together can roll back
         return loss_value, norm_value, verdict
+
+    def _read_from_device(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+        """The only wait for the device in a step; what takes the host time comes before it."""
+        clock = self.clock if isinstance(self.clock, DeviceClock) else None
+        if self._feed is not None and clock is not None:
+            self._feed.prepare()
+            clock.fetched()
+        parts, unread = [torch.stack((loss, norm))], self.noise.unread
+        if unread is not None:
+            parts.append(unread)
+        loss_value, norm_value, *sums = torch.cat(parts).tolist()
+        if unread is not None:
+            self.noise.read(sums)
+        if clock is not None:
+            self.communication.record_compute(clock.compute_s)
+        self.precision.note_norm(norm_value)
+        return loss_value, norm_value
 
     def _is_being_adapted(self, loss: float) -> bool:
         """Whether the adaptive precision is still handling an overflow."""
@@ -408,6 +469,7 @@ class Engine:
         if world.layout != self.world.layout:
             self.micro_batch = micro_batch
         self.world = world
+        self._set_clock()
         assert not isinstance(self.communication, SingleCommunication)
         self.communication.join_next(world, self.steps_done)
         self._wrap_again()

@@ -296,7 +296,7 @@ class EngineState:
         state = self.numbers() | {"extra": extra}
         if engine.world.layout.is_single:
             # With several workers each step is seeded: see ``seed_step``.
-            tensors["random"], state["random"] = copy_random()
+            tensors["random"], state["random"] = copy_random(engine.random_before_fetch)
         pair, about = engine.noise.pair()
         if pair and not engine.wrapped.is_partitioned:
             tensors["noise"], state["noise_pair"] = pair, about

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from yunlu.training.device import is_accelerator, sum_type
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -71,6 +73,7 @@ class NoiseScale:
         self._scale = 1.0
         self._known: tuple[float, float] | None = None
         self._is_stale = False
+        self._is_on_device = is_accelerator(self._sums.device)
 
     def is_due(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is measured."""
@@ -131,9 +134,21 @@ class NoiseScale:
         known = self._read()
         return None if known is None else known[0] / known[1]
 
+    @property
+    def unread(self) -> Tensor | None:
+        """Sums on a device that the host has not seen: whoever waits for it next may bring them along."""
+        return self._sums if self._is_on_device and self._is_stale else None
+
+    def read(self, sums: list[float]) -> None:
+        """Take the numbers of ``unread``."""
+        noise, signal, weight = sums
+        is_known = self._count >= FEWEST and signal > 0
+        self._known = (noise / weight, signal / weight) if is_known else None
+        self._is_stale = False
+
     def figures(self) -> dict[str, float]:
-        """Values for the log; empty without an estimate."""
-        known = self._read()
+        """Values for the log; empty without an estimate. On an accelerator those of the step before."""
+        known = self._known if self._is_on_device else self._read()
         if known is None:
             return {}
         noise, signal = known
@@ -177,10 +192,7 @@ class NoiseScale:
     def _read(self) -> tuple[float, float] | None:
         """Noise and signal; synchronises with the device once per measurement."""
         if self._is_stale:
-            noise, signal, weight = self._sums.tolist()
-            is_known = self._count >= FEWEST and signal > 0
-            self._known = (noise / weight, signal / weight) if is_known else None
-            self._is_stale = False
+            self.read(self._sums.tolist())
         return self._known
 
     def _sample(self) -> Tensor:
@@ -228,7 +240,7 @@ def estimate_from_replicas(shares: Tensor, batch: int) -> Tensor:
         shares: The sum of squares, the square of the sum, the sum of the replicas' squared batches.
         batch: Samples of all replicas.
     """
-    squares, square, batches = shares.double().unbind()
+    squares, square, batches = shares.to(sum_type(shares.device)).unbind()
     q = batches / batch**2
     return torch.stack((batch * (squares - q * square), square - squares)) / (1 - q)
 

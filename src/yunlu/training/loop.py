@@ -76,10 +76,8 @@ def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
         step.samples, step.digest = totals.samples, totals.digest
         step.data_s = fetched_at - started_at
         step.compute_s = perf_counter() - fetched_at
-        if not engine.world.layout.is_single:
-            # Collectives run in other threads: while this thread does not compute, it waits.
-            step.wait_s = max(step.compute_s - (thread_time() - computed_s), 0.0)
-            step.compute_s -= step.wait_s
+        if engine.clock is not None:
+            engine.clock.split(step, thread_time() - computed_s)
         if callbacks.after_step(step):
             return ""
         if adapt_batch_size(engine) or step.verdict.action == "rollback":
@@ -90,11 +88,11 @@ def _run_step(engine: Engine, micros: Sequence[Batch], items: int) -> Step | Non
     if engine.guard.is_skipped(engine.steps_done):
         engine.skip_step()
         return Step(math.nan, math.nan, StepVerdict("skip", "passed over"), is_applied=False)
-    began_at = perf_counter()
+    began_at = engine.begin_compute()
     accumulated = engine.accumulate(micros, items)
     if accumulated is None:
         return None
-    engine.communication.record_compute(perf_counter() - began_at)
+    engine.end_compute(began_at)
     total, gradient_norm = engine.norm(accumulated)
     loss, norm, verdict = engine.judge(total, gradient_norm)
     is_good = verdict.action == "good"

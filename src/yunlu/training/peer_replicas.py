@@ -69,7 +69,7 @@ class PeerReplicas:
             return
         started_at = perf_counter()
         own = [
-            replace(shard, tensor=shard.tensor.detach().cpu().clone())
+            replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
             for shard in join_groups(engine.state.shards())
         ]
         if _any_true(

@@ -124,12 +124,15 @@ def fp8_problem(device: torch.device) -> str | None:
     return None if problem is None else f"{needed}; {problem}."
 
 
-def convert_to_fp8(model: nn.Module, device: torch.device, *, emulate: bool = False) -> list[str]:
+def convert_to_fp8(
+    model: nn.Module, device: torch.device | None, *, emulate: bool = False
+) -> list[str]:
     """Multiply in FP8 in the linear layers whose shape allows it; in place, returns their names.
 
-    ``emulate`` rounds to FP8 and multiplies in full precision: for tests, on any device.
+    Without a ``device`` none is asked whether it can. ``emulate`` rounds to FP8 and multiplies in full
+    precision: for tests, on any device.
     """
-    problem = None if emulate else fp8_problem(device)
+    problem = None if emulate or device is None else fp8_problem(device)
     if problem is not None:
         raise ModelError(problem, hint="Use train.precision: auto.")
     library = _torchao("train.precision=fp8")

@@ -90,7 +90,8 @@ class SingleWorld:
 
     def broadcast_numbers(self, *numbers: float) -> list[float]:
         """Broadcast the leader's numbers; all workers pass the same count."""
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        # On the host, whatever the device: nobody waits for what the device still computes.
+        values = torch.tensor(numbers, dtype=torch.float64)
         return self.sum_over_all(values if self.is_leader else torch.zeros_like(values)).tolist()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -132,6 +133,9 @@ class SingleCommunication:
 
     def record_exchange(self, exchange_s: float) -> None:
         """Nothing is exchanged."""
+
+    def end_compute(self, begun_at: float) -> None:
+        """Nobody compares workers."""
 
     def record_compute(self, seconds: float) -> None:
         """Nobody compares workers."""

@@ -66,12 +66,15 @@ def test_the_state_of_a_node_is_read(state: str, absent: bool, asleep: bool, lea
         ("gpu:tesla_v100-sxm2:8,shard:32", 8, "tesla_v100-sxm2"),
         ("shard:8,gpu:1", 1, ""),
         ("gpu:(null):2(IDX:0-1)", 2, ""),
+        ("npu:ascend910b:8(S:0-3)", 8, "ascend910b"),
+        ("gpu:0,npu:2", 2, ""),
         ("(null)", 0, ""),
     ],
 )
 def test_gpus_are_counted(gres: str, count: int, kind: str) -> None:
     (node,) = read_nodes(f"NodeName=n1 CPUTot=8 Gres={gres} GresUsed={gres} State=IDLE")
     assert (node.gpus, node.used_gpus, node.gpu_type) == (count, count, kind)
+    assert node.gres == ("npu" if "npu" in gres else "gpu")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_gpus_are_counted(gres: str, count: int, kind: str) -> None:
         ("slurm?cpus=", "cpus is not a whole number"),
         ("slurm?cpus=0", "cpus is not a whole number"),
         ("slurm?memory_mb=4G", "memory_mb is not a whole number"),
-        ("slurm?device=tpu", "say auto, gpu, cpu"),
+        ("slurm?device=tpu", "say auto, gpu, npu, cpu"),
         ("slurm?spot=true", "say yes, no"),
     ],
 )

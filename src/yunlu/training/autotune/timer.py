@@ -206,6 +206,7 @@ class ModelTimer:
         return sorted(spans)[len(spans) // 2]
 
     def _timed(self, run: Callable[[], Any]) -> float:
+        synchronize(self._device)  # what was asked for before is no part of it
         started_at = perf_counter()
         run()
         synchronize(self._device)

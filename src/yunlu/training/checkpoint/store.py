@@ -20,17 +20,16 @@ import torch.distributed as dist
 
 from yunlu.core.errors import CheckpointError, TrainingError, is_disk_full
 from yunlu.training.checkpoint import files
-from yunlu.training.checkpoint.files import CheckpointReader, in_file_order
+from yunlu.training.checkpoint.files import CheckpointReader
+from yunlu.training.checkpoint.host_copy import HostBuffer, HostCopy, must_copy_now
 from yunlu.training.checkpoint.storage import open_storage, step_of
-from yunlu.training.device import can_pin, message_device, wait_for_copies
+from yunlu.training.device import message_device
 from yunlu.training.tensor_slices import TensorShard, TensorSlice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
-
-    from torch import Tensor
 
     from yunlu.training.checkpoint.files import CheckpointEntry, Snapshot
     from yunlu.training.checkpoint.storage import CheckpointStorage
@@ -55,41 +54,6 @@ def open_background(name: str) -> ThreadPoolExecutor:
 def _use_one_thread() -> None:
     torch.get_num_threads()  # a thread inherits the global number at the first call
     torch.set_num_threads(1)
-
-
-class HostBuffer:
-    """One contiguous buffer, reused between saves: allocation costs more than the copy itself."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, nbytes: int, *, is_pinned: bool = False) -> None:
-        """Allocate at least ``nbytes``, and touch the pages."""
-        if self._memory.numel() < nbytes:
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
-
-    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A view into the buffer for each tensor; overwrites earlier contents."""
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.reserve(nbytes, is_pinned=can_pin(tensor.device for tensor in tensors.values()))
-        views: dict[str, Tensor] = {}
-        start = 0
-        for name in in_file_order(tensors):
-            tensor = tensors[name]
-            data = self._memory[start : start + tensor.nbytes]
-            views[name] = data.view(tensor.dtype).view(tensor.shape)
-            start += tensor.nbytes
-        return views
-
-
-@torch.no_grad()
-def copy_into(
-    views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Collection[str]
-) -> None:
-    """Copy the named tensors into the buffer, and wait for completion."""
-    for name in names:
-        views[name].copy_(tensors[name], non_blocking=True)
-    wait_for_copies(tensors[name] for name in names)
 
 
 def _own_token() -> str:
@@ -252,9 +216,14 @@ class CheckpointStore:
         live = {f"{group}/{name}" for group, held in snapshot.shards.items() for name in held}
         tensors = {name: shard.tensor for name, shard in shards.items() if name in live}
         views = self._buffer.lay_out(tensors)
-        now = [name for name in tensors if not defer or name in moving]
-        copy_into(views, tensors, now)
-        later = tensors.keys() - now
+        copy = HostCopy(views, tensors, moving=moving)
+        copy.run(
+            [
+                name
+                for name, tensor in tensors.items()
+                if not defer or (name in moving and must_copy_now(tensor))
+            ]
+        )
         shards |= {name: replace(shards[name], tensor=view) for name, view in views.items()}
         metadata = replace(snapshot, tensors={}, shards={})
         self._saves += 1
@@ -264,7 +233,7 @@ class CheckpointStore:
             metadata,
             shards,
             snapshot.groups,
-            _PendingCopy(views, {name: tensors[name] for name in later}),
+            copy,
             f"{self._group.token}-{self._saves}",
         )
 
@@ -384,13 +353,13 @@ class CheckpointStore:
         snapshot: Snapshot,
         shards: dict[str, TensorShard],
         groups: list[str],
-        pending: _PendingCopy,
+        copy: HostCopy,
         token: str,
     ) -> None:
         try:
-            copy_into(pending.views, pending.tensors, pending.tensors.keys())
+            copy.run()
         finally:
-            pending.tensors.clear()
+            copy.clear()
             self._is_copied.set()
         started_at = time.perf_counter()
         entry = None
@@ -448,13 +417,6 @@ class CheckpointStore:
         for entry in every:
             if entry.path not in retained:
                 self._storage.discard(entry.path.name)
-
-
-class _PendingCopy:
-    """Tensors still to be copied into the host buffer."""
-
-    def __init__(self, views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        self.views, self.tensors = views, tensors
 
 
 def _report_failure(

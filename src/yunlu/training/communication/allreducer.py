@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from yunlu.training.communication.transport import LinkLostError, Traffic, Transport
+from yunlu.training.device import has_streams, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,8 @@ class _Task:
     """The target tensor, or a CPU copy of it."""
     key: int
     tag: int
+    arrival: torch.Event | None = None
+    """When the copy is complete, if the tensor is on an accelerator."""
     done: Event = field(default_factory=Event)
     failure: BaseException | None = None
 
@@ -173,7 +176,8 @@ class _Task:
         if self.failure is not None:
             raise self.failure
         if self.flat is not self.target:
-            self.target.copy_(self.flat)
+            # From pinned memory the device copies after the work it has: the host need not wait.
+            self.target.copy_(self.flat, non_blocking=self.arrival is not None)
 
 
 class ThreadedAllReducer(_Exact):
@@ -194,20 +198,34 @@ class ThreadedAllReducer(_Exact):
         self._failure: BaseException | None = None
         self._lock = Lock()
         self._is_closed = False
+        self._stream: torch.Stream | None = None
         self._thread = Thread(target=self._run_tasks, name="all-reduce", daemon=True)
         self._thread.start()
 
     def begin(self, flat: Tensor, *, key: int) -> PendingAllReduce:
         """See ``AllReducer``; tensors on a device or in 16 bits are sent as fp32 copies."""
         is_sendable = flat.device.type == "cpu" and flat.dtype in _NUMPY_DTYPES
-        buffer = flat if is_sendable else flat.to("cpu", torch.float32)
-        task = _Task(flat, buffer, key, self._next_tag)
+        buffer, arrival = (flat, None) if is_sendable else self._copy_to_host(flat)
+        task = _Task(flat, buffer, key, self._next_tag, arrival)
         self._next_tag += 1
         with self._lock:
             if self._is_closed:
                 raise LinkLostError(self._transport.rank, "the all-reducer was closed")
             self._tasks.put(task)
         return task
+
+    def _copy_to_host(self, flat: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """A copy in FP32; on an accelerator it is made beside the backward pass, which goes on."""
+        if not has_streams(flat.device):
+            return flat.to("cpu", torch.float32), None
+        ready = record_event(flat.device)
+        if self._stream is None or self._stream.device != flat.device:
+            self._stream = torch.Stream(flat.device)
+        self._stream.wait_event(ready)
+        buffer = torch.empty(flat.shape, dtype=torch.float32, pin_memory=True)
+        with self._stream:
+            buffer.copy_(flat, non_blocking=True)
+            return buffer, record_event(flat.device)
 
     def traffic(self) -> Traffic:
         """See ``AllReducer``."""
@@ -232,6 +250,8 @@ class ThreadedAllReducer(_Exact):
         while (task := self._tasks.get()) is not None:
             if self._failure is None:
                 try:
+                    if task.arrival is not None:
+                        task.arrival.synchronize()
                     self._run(self._transport, task.flat, task.key, task.tag)
                 except BaseException as error:  # noqa: BLE001 - raised by ``wait``
                     self._failure = error

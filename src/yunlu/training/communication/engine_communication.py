@@ -241,6 +241,10 @@ class EngineCommunication:
         if self._selector is not None and self._selector.record(exchange_s):
             self._relink_request = "relink"
 
+    def end_compute(self, begun_at: float) -> None:
+        """Forward and backward of a step, begun then, are done: on the CPU."""
+        self.record_compute(perf_counter() - begun_at)
+
     def record_compute(self, seconds: float) -> None:
         """Record the compute time of a step."""
         self._pacer.record(seconds, self.world.layout.replicas)

@@ -19,6 +19,10 @@ class XpuKind(DeviceKind):
         """Both 16-bit types wherever there are matrix engines."""
         return ("fp32", "bf16", "fp16") if self.has_bf16(index) else ("fp32", "fp16")
 
+    def has_bf16(self, index: int) -> bool:
+        """Torch also answers yes where it emulates."""
+        return self.module.get_device_properties(index).has_bfloat16_conversions
+
     def compiler_problem(self) -> str | None:
         """Inductor writes its kernels in Triton."""
         from torch.utils._triton import has_triton  # noqa: PLC0415 - slow to import

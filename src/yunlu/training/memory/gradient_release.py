@@ -54,7 +54,7 @@ class ReleasingOptimizer:
         self._norms: dict[int, Tensor] = {}
         # Some optimisers count steps in the group: all weights of a step must see the same count.
         self._advanced: dict[int, dict[str, Any]] = {}
-        self._last_norm = torch.zeros(())
+        self._last_norm = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
         self._hooks: list[Any] = []
         index = 0
         for number, group in enumerate(optimizer.param_groups):

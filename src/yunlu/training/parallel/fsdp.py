@@ -111,7 +111,8 @@ class UsedWeights:
         """Set gradients to None that no worker computed."""
         if not self._weights:
             return
-        flags = torch.tensor(self._is_used, dtype=torch.float32, device=self._weights[0].device)
+        # Among the hosts, which know it already: no device is waited for.
+        flags = torch.tensor(self._is_used, dtype=torch.float32)
         dist.all_reduce(flags, group=self._group)
         for number, users in enumerate(flags.tolist()):
             self._is_used[number] = False

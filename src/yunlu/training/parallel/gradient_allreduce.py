@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yunlu.training.communication.allreducer import split_buckets, starts_of
+from yunlu.training.device import CPU, elapsed_s, is_accelerator, record_event, sum_type
 from yunlu.training.gradient_noise import choose_positions
 from yunlu.training.single_worker import SingleModel
 from yunlu.training.tensor_slices import is_distributed, local_of
@@ -57,6 +58,45 @@ class _Bucket:
     """Weight of the square at each of them."""
 
 
+class ExchangeClock:
+    """Seconds from the first send of a step to the last receive.
+
+    On an accelerator the host waits for neither: two events of the device tell it, and not before the
+    next step, when it has reached them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_on_device = is_accelerator(device)
+        self._begun: float | torch.Event | None = None
+        self._events: tuple[torch.Event, torch.Event] | None = None
+        self.seconds = 0.0
+        """Of the last step; on an accelerator of the one before it."""
+
+    def begin(self) -> None:
+        """A bucket is sent: the first one counts."""
+        if self._begun is None:
+            self._begun = self._now()
+
+    def end(self) -> None:
+        """All are received."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        end = self._now()
+        if isinstance(begun, torch.Event):
+            assert isinstance(end, torch.Event)
+            if self._events is not None:
+                self.seconds = elapsed_s(*self._events)
+            self._events = begun, end
+        else:
+            assert isinstance(end, float)
+            self.seconds = end - begun
+
+    def _now(self) -> float | torch.Event:
+        return record_event(self._device, is_timed=True) if self._is_on_device else perf_counter()
+
+
 class GradientAllReduce:
     """Sums the gradients of some weights over a group.
 
@@ -90,9 +130,7 @@ class GradientAllReduce:
         if not allreducer.is_exact:
             self._flags = torch.zeros(len(self._slots))  # counts must be exact
         self._next = 0
-        self._begun_at: float | None = None
-        self.exchange_s = 0.0
-        """Seconds from the first send to the last receive, in the last step."""
+        self._clock = ExchangeClock(self._buckets[0].flat.device if self._buckets else CPU)
         self._is_armed = False
         self.is_watched = False
         """Whether to measure the gradients of the next step: see ``squares``."""
@@ -131,9 +169,7 @@ class GradientAllReduce:
         if counted is not None:
             counted.wait()
         self._next = 0
-        if self._begun_at is not None:
-            self.exchange_s = perf_counter() - self._begun_at
-        self._begun_at = None
+        self._clock.end()
         if self.is_watched:
             self._sum_squares = [self._square(bucket) for bucket in self._buckets]
         if all(slot.is_used for slot in self._slots):
@@ -143,13 +179,19 @@ class GradientAllReduce:
                 slot.weight.grad = None
 
     @property
+    def exchange_s(self) -> float:
+        """Seconds from the first send to the last receive: see ``ExchangeClock``."""
+        return self._clock.seconds
+
+    @property
     def is_exact(self) -> bool:
         """Whether sums are exact."""
         return self._allreducer.is_exact
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Sampled squares of the local gradient and of the sum; zeros if not watched."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._flags.device)
+        device = self._buckets[0].flat.device
+        nothing = torch.zeros((), dtype=sum_type(device), device=device)
         return sum(self._local_squares, nothing), sum(self._sum_squares, nothing)
 
     def close(self) -> None:
@@ -181,8 +223,7 @@ class GradientAllReduce:
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if self._begun_at is None:
-            self._begun_at = perf_counter()
+        self._clock.begin()
         if not self._is_armed:
             for slot in bucket.slots:
                 _copy_to_bucket(slot)
@@ -201,7 +242,8 @@ class GradientAllReduce:
         if bucket.positions is None or bucket.factors is None:
             total = sum(slot.view.numel() for slot in self._slots)
             bucket.positions, bucket.factors = _choose_positions(bucket, total, self._holders)
-        return bucket.flat.take(bucket.positions).double().square().dot(bucket.factors)
+        sampled = bucket.flat.take(bucket.positions).to(bucket.factors.dtype)
+        return sampled.square().dot(bucket.factors)
 
     def _set_flags(self) -> None:
         used = [slot.is_used for slot in self._slots]
@@ -252,6 +294,7 @@ def _choose_positions(
     bucket: _Bucket, total: int, holders: Mapping[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Sampled positions, and the number of elements that each stands for."""
+    device = bucket.flat.device
     generator = torch.Generator().manual_seed(total)
     positions: list[Tensor] = []
     factors: list[Tensor] = []
@@ -260,8 +303,7 @@ def _choose_positions(
         chosen = choose_positions(size, total, generator)
         positions.append(slot.start + chosen)
         factor = size / max(len(chosen), 1) / holders.get(id(slot.weight), 1)
-        factors.append(torch.full((len(chosen),), factor, dtype=torch.float64))
-    device = bucket.flat.device
+        factors.append(torch.full((len(chosen),), factor, dtype=sum_type(device)))
     return torch.cat(positions).to(device), torch.cat(factors).to(device)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yunlu.training.communication.allreducer import TorchAllReducer
+from yunlu.training.device import sum_type
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.redistribute import redistribute
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
@@ -151,7 +152,8 @@ class ParallelModel:
         square, device = torch.stack(summed).sum() / layout.dp, summed[0].device
         # Workers of one replica process the same samples.
         taken = self._samples**2 * layout.replicas / layout.world
-        return torch.stack(local).sum(), square, torch.tensor(taken, device=device).double()
+        batches = torch.full((), taken, dtype=sum_type(device), device=device)
+        return torch.stack(local).sum(), square, batches
 
     @property
     def exchange_s(self) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
+from yunlu.training.device import use_device
 from yunlu.training.parallel.pipeline_schedules import actions
 from yunlu.training.tasks.task import logits_of
 
@@ -189,6 +190,7 @@ def _listen(
 ) -> None:
     queues = [slots[message.tag] for message in messages]
     try:
+        use_device(device)  # a thread begins with the first one
         for message, header, queue in zip(messages, headers, queues, strict=True):
             buffer = _make_buffer(header.get(), device)
             work = dist.irecv(buffer, group=group, group_src=message.source, tag=message.tag)
@@ -309,9 +311,8 @@ class Pipeline:
                 mine = _local(shared.weight.grad)
                 if not self._is_matched:
                     self._match(shared, mine)
-                flags = self._swap(
-                    torch.tensor([is_used], device=self._device), shared.peers, shared.flag_tag
-                )
+                # The hosts know it: no device is waited for.
+                flags = self._swap(torch.tensor([is_used]), shared.peers, shared.flag_tag)
                 parts = self._swap(mine, shared.peers, shared.tag)
                 # In the same order on all ranks, so that copies of a weight stay bit-equal.
                 first, *others = (parts[rank].get() for rank in sorted(parts))

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from yunlu.training.device import is_accelerator, sum_type
 from yunlu.training.models.networks import SINGLE_SAMPLE  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from torch import Tensor, nn
+    from torch import nn
 
 # Not on the module: a copy of it, such as a moving average, must not communicate.
 _reducers: WeakKeyDictionary[nn.Module, Callable[[Tensor], object]] = WeakKeyDictionary()
@@ -37,7 +39,7 @@ class _GroupStatistics(NamedTuple):
     mean: Tensor
     variance: Tensor
     eps: float
-    size: int
+    size: int | Tensor
     is_counted: bool
     all_reduce: Callable[[Tensor], object]
 
@@ -85,7 +87,7 @@ def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
     module._check_input_dim(values)  # pyright: ignore[reportPrivateUsage]
     local_count = 0 if _uncounted else values.numel() // values.shape[1]
     mean, variance, count = _group_statistics(values, local_count, all_reduce)
-    if count < _FEWEST:
+    if not isinstance(count, Tensor) and count < _FEWEST:
         return _use_running(module, values)
     if module.track_running_stats:
         _track(module, mean, variance * (count / (count - 1)))
@@ -97,12 +99,16 @@ def _synchronised_forward(module: _BatchNorm, values: Tensor) -> Tensor:
 
 
 def _group_statistics(
-    values: Tensor, local_count: int, all_reduce: Callable[[Tensor], object]
-) -> tuple[Tensor, Tensor, int]:
+    values: Tensor,
+    local_count: int,
+    all_reduce: Callable[[Tensor], object],
+) -> tuple[Tensor, Tensor, int | Tensor]:
     """Mean and variance of each channel, and the number of values.
 
     Sums of squares in double precision are exact enough for single-precision inputs.
     """
+    if is_accelerator(values.device):
+        return _group_statistics_on_device(values, local_count, all_reduce)
     channels = values.shape[1]
     sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
     if local_count:
@@ -117,6 +123,28 @@ def _group_statistics(
     mean = sums[:channels] / max(1, count)
     variance = (sums[channels:-1] / max(1, count) - mean * mean).clamp_min_(0)
     return mean, variance, count
+
+
+def _group_statistics_on_device(
+    values: Tensor, local_count: int, all_reduce: Callable[[Tensor], object]
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """The same in single precision: the mean first, and then the squares about it.
+
+    The host does not wait for the number of values unless it may be too small.
+    """
+    channels = values.shape[1]
+    sums = torch.zeros(channels + 1, device=values.device)
+    local_mean = local_variance = sums[:-1]
+    if local_count:
+        exact = values.detach().float()
+        local_mean, local_variance = torch.batch_norm_update_stats(exact, None, None, 0.0)
+        sums = functional.pad(local_mean * local_count, (0, 1), value=float(local_count))
+    all_reduce(sums)
+    count = sums[-1] if local_count >= _FEWEST else max(1, int(sums[-1]))
+    mean = sums[:-1] / count
+    squares = (local_variance + (local_mean - mean).square()) * local_count
+    all_reduce(squares)
+    return mean, squares / count, count
 
 
 def _use_running(module: _BatchNorm, values: Tensor) -> Tensor:
@@ -188,7 +216,8 @@ class _Normalise(Function):
             statistics.eps,
             [False, True, True],
         )
-        sums = torch.cat((grad_bias, grad_weight)).double()
+        sums = torch.cat((grad_bias, grad_weight))
+        sums = sums.to(sum_type(sums.device))
         if not statistics.is_counted:
             sums.zero_()
         statistics.all_reduce(sums)

@@ -17,7 +17,13 @@ from yunlu.core.errors import TrainingError
 from yunlu.planning.layouts import AXES
 from yunlu.training.communication.allreduce import doubling_allreduce
 from yunlu.training.communication.transport import connect
-from yunlu.training.device import abort_groups, backend_of, group_backends, is_accelerator
+from yunlu.training.device import (
+    abort_groups,
+    backend_of,
+    group_backends,
+    is_accelerator,
+    use_device,
+)
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, close_listeners, open_sockets, shut
@@ -280,6 +286,7 @@ def _form_groups(
             f"{backend_of(device)} does not authenticate or encrypt what it sends between machines.",
             hint="On a network that only you can reach, set communication.trust to network.",
         )
+    use_device(device)  # a group takes the current one until it has seen a tensor
     dist.init_process_group(
         group_backends(device),
         store=store,

@@ -93,11 +93,14 @@ class LossScale:
         """Unscale the gradients, and record whether one is not finite."""
         self._scaler.unscale_(optimizer)
 
+    def note_norm(self, norm: float) -> None:
+        """The gradient norm of this step, on an accelerator."""
+
     def step(self, optimizer: Optimizer) -> bool:
         """Update unless a gradient overflowed, then adjust the scale; true if applied."""
         self._scaler.step(optimizer)
         self._scaler.update()
-        # Only an overflow lowers the scale: reading it synchronises with the GPU only once.
+        # Only an overflow lowers the scale.
         scale = self._scaler.get_scale()
         applied = scale >= self.value
         self.skips += not applied
@@ -126,6 +129,74 @@ class LossScale:
         self.skips = scaler_state.pop("skips", 0)
         self._scaler.load_state_dict(scaler_state)
         self.value = self._scaler.get_scale()
+
+
+class DeviceLossScale(LossScale):
+    """The same arithmetic on an accelerator, where torch's scaler waits for the device twice in a step.
+
+    The host learns the gradient norm anyway, and it is finite if the whole gradient is. With sharded weights
+    it is also the same on all workers: they skip the same steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._good_steps = 0
+        self._norm = math.nan
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See ``LossScale``."""
+        return loss * self.value
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """The scale is a power of two: exact."""
+        gradients = [
+            weight.grad
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / self.value)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - one kernel
+
+    def note_norm(self, norm: float) -> None:
+        """The host has waited for it."""
+        self._norm = norm
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """See ``LossScale``."""
+        is_finite, self._norm = math.isfinite(self._norm), math.nan
+        if is_finite:
+            optimizer.step()
+            self._good_steps += 1
+        else:
+            self.skips += 1
+            self.set(self.value * self._scaler.get_backoff_factor())
+        if self._good_steps == self._scaler.get_growth_interval():
+            self.set(self.value * self._scaler.get_growth_factor())
+        return is_finite
+
+    def set(self, value: float) -> None:
+        """See ``LossScale``."""
+        self.value = min(max(value, SMALLEST), LARGEST)
+        self._good_steps = 0
+
+    def skip(self) -> None:
+        """Nothing to reset."""
+
+    def state(self) -> dict[str, Any]:
+        """As torch's scaler: the device may change."""
+        counted = {"scale": self.value, "_growth_tracker": self._good_steps}
+        return {**super().state(), **counted}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``LossScale``."""
+        super().restore(state)
+        self.value, self._good_steps = state["scale"], state["_growth_tracker"]
+
+
+def make_loss_scale(device: torch.device) -> LossScale:
+    """The loss scale of a device."""
+    return DeviceLossScale(device) if is_accelerator(device) else LossScale(device)
 
 
 POWERS = range(-14, 25)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from yunlu.core.errors import JobError
 from yunlu.training.device import is_accelerator, kind_of
-from yunlu.training.precision.adaptive import Adaptive, LossScale, PrecisionChange
+from yunlu.training.precision.adaptive import Adaptive, PrecisionChange, make_loss_scale
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -46,7 +46,7 @@ class Precision:
         self._keeps_lowered_weights = keeps_lowered_weights
         self.name, self.device = name, device
         self._type = _TYPES.get(name)
-        self._scale = LossScale(device) if name == "fp16" else None
+        self._scale = make_loss_scale(device) if name == "fp16" else None
         self._adaptive = (
             Adaptive(name, _TYPES[name], device) if adapt and name in {"bf16", "fp16"} else None
         )
@@ -98,6 +98,11 @@ class Precision:
         self._seen_at = self._scale.value
         self._applied = self._scale.step(optimizer)
         return self._applied
+
+    def note_norm(self, norm: float) -> None:
+        """The gradient norm of this step, which the host has waited for: it tells of an overflow."""
+        if self._scale is not None:
+            self._scale.note_norm(norm)
 
     def skip(self) -> None:
         """Skip a step, instead of ``step``."""

@@ -71,7 +71,13 @@ class Batch:
         """The same batch on the device."""
         if device.type == "cpu":
             return self
-        return replace(self, inputs=_move(self.inputs, device), targets=_move(self.targets, device))
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self, inputs=map_tensors(self.inputs, move), targets=map_tensors(self.targets, move)
+        )
 
 
 class Confusion(Value):
@@ -257,13 +263,14 @@ def logits_of(outputs: Any) -> Tensor:
     raise TypeError(f"the model returned {type(outputs).__name__}, which has no tensor of logits")
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch's inputs or targets with each tensor changed; what is no tensor stays."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_move(item, device) for item in value)
+        return tuple(map_tensors(item, change) for item in value)
     return value
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.test_servers import ADAMW, serving
 from tests.waiting import LIMIT_S, wait_until
-from yunlu.core import framing, limits
+from yunlu.core import framing, limits, secure_link
 from yunlu.core.framing import (
     FrameError,
     FrameReader,
@@ -31,15 +31,24 @@ from yunlu.core.framing import (
     receive_frame,
     send_frame,
 )
-from yunlu.core.secure_link import SecureLink, connect_link, derive_secret
+from yunlu.core.secure_link import (
+    UNAUTHENTICATED_BYTES,
+    SecureLink,
+    connect_link,
+    derive_secret,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import control_secret, read_worker_group
 from yunlu.training.asynchronous.coordinator import AsyncCoordinator
+from yunlu.training.communication import transport
+from yunlu.training.communication.servers import server
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.store import read_address
 from yunlu.training.communication.transport import connect
+from yunlu.training.elastic import control_channel
 from yunlu.training.elastic.control_channel import ControlServer
 from yunlu.training.elastic.messages import read_message
+from yunlu.training.parallel import gloo_tunnel, group_store
 from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
 
@@ -48,6 +57,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = b"of this group"
+PARTIAL = b"\x16\x03\x01\x40\0"
+MAX_UNAUTHENTICATED = 64
+WITH_TIME_LIMIT = (secure_link, control_channel, server, transport, gloo_tunnel, group_store)
 LONE_SURROGATE = b'{"kind":"hello_client","token":"\\ud800"}'
 DEEP = b"[" * 4000
 
@@ -313,6 +325,60 @@ def test_strangers_harm_nobody(name: str, tmp_path: Path) -> None:
         finally:
             for caller in held:
                 caller.close()
+
+
+def is_hung_up(caller: socket.socket) -> bool:
+    """Whether the listener has closed this connection; what it has answered before is dropped."""
+    caller.setblocking(False)
+    try:
+        while caller.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("name", LISTENERS)
+def test_bytes_time_and_connections_are_limited_before_the_proof(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_listener(name, tmp_path) as listener, ExitStack() as stack:
+
+        def call(said: bytes) -> socket.socket:
+            caller = socket.create_connection(listener.address, timeout=LIMIT_S)
+            stack.callback(caller.close)
+            with suppress(OSError):
+                caller.sendall(said)
+            return caller
+
+        # A record of 16 KiB is announced: nothing can be said about it before it is complete.
+        flood = call(PARTIAL + bytes(UNAUTHENTICATED_BYTES))
+        wait_until(lambda: is_hung_up(flood), "4 KiB to be too many")
+        silent = [call(b"") for _ in range(MAX_UNAUTHENTICATED)]
+        assert not is_hung_up(silent[-1])
+        silent.append(call(b""))
+        wait_until(lambda: is_hung_up(silent[0]), "the oldest of too many to be closed")
+        for caller in silent:
+            caller.close()
+
+        with monkeypatch.context() as patch:
+            for module in WITH_TIME_LIMIT:
+                patch.setattr(module, "HANDSHAKE_S", 0.1)
+            idle, slow = call(b""), call(PARTIAL)
+            sent = 0
+
+            def is_slow_one_hung_up() -> bool:
+                nonlocal sent
+                with suppress(OSError):
+                    sent += slow.send(b"\0")
+                return is_hung_up(slow)
+
+            wait_until(lambda: is_hung_up(idle), "one who says nothing to be closed")
+            wait_until(is_slow_one_hung_up, "one who never comes to an end to be closed")
+            assert sent < UNAUTHENTICATED_BYTES - len(PARTIAL)
+        assert listener.is_open()
 
 
 @pytest.mark.parametrize("name", ["control", "join", "store"])

@@ -108,7 +108,9 @@ def test_an_acceptance_without_a_reason_is_refused() -> None:
 
 def test_the_accepted_findings_of_this_repository_have_reasons() -> None:
     for entry in audit.read_accepted((ROOT / ".audit.toml").read_text()):
-        assert (ROOT / entry["file"]).is_file(), entry
+        content = (ROOT / entry["file"]).read_text()
+        if entry["tool"] != "detect-secrets":  # of secrets, only hashes are kept
+            assert entry["text"] in {line.strip() for line in content.splitlines()}, entry
 
 
 def test_files_that_a_tool_could_not_read_are_a_failure() -> None:

@@ -316,6 +316,11 @@ def connect_link(
     return link
 
 
+def load_tls() -> None:
+    """Import what connections between machines need: before a fork, once for all that are forked."""
+    _issue_certificate(b"")
+
+
 def drop_sent(pieces: MutableSequence[memoryview], count: int) -> None:
     """Drop the first bytes of what is to be sent or written."""
     while pieces and count >= len(pieces[0]):
@@ -632,18 +637,21 @@ class _Contexts:
         self._lock = threading.Lock()
         self._made_at = -_RENEW_S
         self._pid = 0
+        self._identity = "", b""
         self._contexts: dict[bool, ssl.SSLContext] = {}
 
     def get(self, *, is_server: bool) -> ssl.SSLContext:
         with self._lock:
             now = time.monotonic()
             if now - self._made_at >= _RENEW_S or self._pid != os.getpid():
-                authority, certificate = _issue_certificate(self._secret)
-                self._contexts = {
-                    role: _make_context(authority, certificate, is_server=role)
-                    for role in (False, True)
-                }
+                self._identity = _issue_certificate(self._secret)
+                self._contexts = {}
                 self._made_at, self._pid = now, os.getpid()
+            if is_server not in self._contexts:  # each takes more than a millisecond
+                authority, certificate = self._identity
+                self._contexts[is_server] = _make_context(
+                    authority, certificate, is_server=is_server
+                )
             return self._contexts[is_server]
 
 

@@ -73,6 +73,12 @@ def test_asynchronous_workers_listen_on_loopback_only(bench: Bench) -> None:
     expect(bench, 2)  # one server of the weights, and the door for nodes that join
 
 
+def test_launched_workers_listen_on_loopback_only(bench: Bench) -> None:
+    bench.srun("-m", "yunlu.cli.main", "train", "job.yaml")
+    wait_for_step(bench, 3)
+    expect(bench, 3)  # the store, gloo of two workers
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_nobody_listens_on_every_network(bench: Bench, address: str) -> None:
     words = ("-m", "yunlu.cli.main", "train", "job.yaml", "--devices", "2")

@@ -157,6 +157,14 @@ def pool(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
         found.close()
 
 
+def addresses_of_listeners(pid: int) -> set[str]:
+    """Addresses on which a process listens; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        connections = psutil.Process(pid).net_connections("tcp")
+        return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    return set()
+
+
 def test_queue_survives_the_service_being_killed_at_random_moments(pool: Pool) -> None:
     seed = int(os.environ.get("YUNLU_SEED", "7"))
     sys.stdout.write(f"seed {seed}\n")
@@ -194,6 +202,12 @@ def test_running_workers_are_adopted_not_restarted_and_verbs_work(pool: Pool) ->
     pool.wait(lambda: state_of(second) is RunState.RUNNING)
     assert attempts_of(first) == 1
     assert recorded_worker(first) == worker
+    service = control.find_service(pool.home)
+    assert service is not None
+    assert addresses_of_listeners(service.pid) == set()  # it is reached through files only
+    for run in (first, second):
+        for pid in processes_of(run):
+            assert addresses_of_listeners(pid) <= {"127.0.0.1"}
     pool.judge()
 
     pool.wait(lambda: explain(pool.home, second).standing.startswith(("running", "changing")))

@@ -274,6 +274,11 @@ def _is_secret_pair(name: str, value: str) -> bool:
     return is_secret_name(name) or (is_token and is_random)
 
 
+def _is_secret_argument(name: str) -> bool:
+    """Before a colon or a space there are sentences, too: ``token 5`` stays, ``--token`` is an option."""
+    return is_secret_name(name) or (name.startswith("--") and _words(name)[-1:] == ["token"])
+
+
 def _is_basic(_: str, value: str) -> bool:
     """``Basic dXNlcjpwdw==`` is user:password; ``Basic training`` is not."""
     try:
@@ -286,6 +291,7 @@ _CONDITIONS: Mapping[str, Callable[[str, str], bool]] = {
     "scheme": _is_user,
     "query": _is_secret_query,
     "pair": _is_secret_pair,
+    "named": lambda name, _: _is_secret_argument(name),
     "header": lambda name, _: is_secret_option(name),
     "basic": _is_basic,
 }
@@ -329,7 +335,8 @@ _PATTERNS: tuple[_Pattern, ...] = (
     ),
     _compile(  # user:password@, where what follows the colon is no port
         r"""(?P<before>\b(?P<scheme>[a-z][a-z0-9+.-]{0,30})://)
-            (?P<value>[^\s/@:'"<>\[]{0,200}:(?!:|\d{1,5}(?:[/?\#]|$))[^\s@'"<>]{1,500})(?P<after>@)""",
+            (?P<value>[^\s/@:'"<>\[]{0,200}:(?!:|\d{1,5}(?:[/?\#]|$))[^\s@'"<>]{1,500}
+            (?:@[^\s/@'"<>]{1,200}(?=@))*)(?P<after>@)""",
         "a password in a URL",
         flags=re.IGNORECASE,
     ),
@@ -365,11 +372,16 @@ _PATTERNS: tuple[_Pattern, ...] = (
     ),
     *(_compile(expression, kind) for kind, expression in _TOKENS.items()),
     _compile(  # 'secret': 'x', as in JSON and the repr of a mapping
-        r"""(?P<before>(?P<quote>["'])(?P<pair>[\w.-]+)(?P=quote)\s*:\s*b?["'])
-            (?P<value>[^"'\n]+)(?P<after>["'])"""
+        r"""(?P<before>(?P<quote>\\{0,3}["'])(?P<pair>[\w.-]+)(?P=quote)\s*:\s*b?\\{0,3}["'])
+            (?P<value>[^"'\n]+?)(?P<after>\\{0,3}["'])"""
     ),
     _compile(  # secret=x, AccountKey=x;
         r"""(?P<before>(?<![\w.-])(?P<pair>[\w.-]+)\s?=\s?["']?)(?P<value>[^\s&;,"']+)"""
+    ),
+    _compile(  # password: x1, --api-key x1, ['--password', 'x1'], login me password x1
+        r"""(?P<before>(?<![\w.-])(?P<named>-{0,2}[a-z][\w.-]*)
+            (?::\s+|\s+(?:is\s+)?|["'],\s+)["']?)(?P<value>(?!-)(?=[^\s,;"'\d]{0,200}\d)[^\s,;"']{8,})""",
+        flags=re.IGNORECASE,
     ),
 )
 

@@ -17,16 +17,16 @@ import struct
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, Self
 
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import bind_setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableSequence, Sequence
+    from collections.abc import Generator, Iterator, MutableSequence, Sequence
 
 LOOPBACK = "127.0.0.1"
 
@@ -111,6 +111,7 @@ class SecureLink:
         self._unsent_size = 0
         self._received_bytes = 0
         self._is_begun = False
+        self._prove_until = time.monotonic() + HANDSHAKE_S if is_server else None
 
     @property
     def is_authenticated(self) -> bool:
@@ -143,11 +144,12 @@ class SecureLink:
                 raise LinkRefusedError(
                     f"the peer sent {UNAUTHENTICATED_BYTES} bytes without a proof"
                 )
-            session = self._session or self._choose_session()
-            self._session = session
-            count = self._sock.recv_into(
-                session.receive_buffer()[: UNAUTHENTICATED_BYTES - self._received_bytes]
-            )
+            with self._time_limit():
+                session = self._session or self._choose_session()
+                self._session = session
+                count = self._sock.recv_into(
+                    session.receive_buffer()[: UNAUTHENTICATED_BYTES - self._received_bytes]
+                )
             if not count:
                 raise LinkRefusedError(_CLOSED_EARLY)
             self._received_bytes += count
@@ -167,12 +169,21 @@ class SecureLink:
     def sendmsg(self, views: Sequence[memoryview]) -> int:
         """Send pieces of memory one after another; returns how many bytes were sent."""
         session = self._authenticated_session()
-        if not self._unsent_size:
-            self._unsent_size, sealed = session.seal(views)
-            self._unsent += sealed
-        self._flush()
-        sent, self._unsent_size = self._unsent_size, 0
-        return sent
+        rest, total = list(views), 0
+        while rest or self._unsent_size:  # as much as the socket takes, as a plain one
+            if not self._unsent_size:
+                self._unsent_size, sealed = session.seal(rest)
+                self._unsent += sealed
+            try:
+                self._flush()
+            except BlockingIOError:
+                if total:
+                    return total  # the rest is sealed, and counts once it is sent
+                raise
+            sent, self._unsent_size = self._unsent_size, 0
+            total += sent
+            drop_sent(rest, sent)
+        return total
 
     def sendall(self, data: memoryview | bytes | bytearray) -> None:
         """Send all data; on a blocking socket."""
@@ -252,6 +263,25 @@ class SecureLink:
         assert self._session is not None
         return self._session
 
+    @contextmanager
+    def _time_limit(self) -> Generator[None]:
+        """Let a client prove the secret within a time in all, however slowly it sends."""
+        if self._prove_until is None:
+            yield
+            return
+        left_s = self._prove_until - time.monotonic()
+        if left_s <= 0:
+            raise LinkRefusedError("the peer did not prove the secret in time")
+        timeout_s = self._sock.gettimeout()
+        if timeout_s == 0:  # non-blocking: who waits for the socket counts the time
+            yield
+            return
+        self._sock.settimeout(left_s if timeout_s is None else min(timeout_s, left_s))
+        try:
+            yield
+        finally:
+            self._sock.settimeout(timeout_s)
+
     def _choose_session(self) -> _Session:
         first = self._sock.recv(1, socket.MSG_PEEK)
         if not first:
@@ -284,6 +314,11 @@ def connect_link(
         sock.close()
         raise
     return link
+
+
+def load_tls() -> None:
+    """Import what connections between machines need: before a fork, once for all that are forked."""
+    _issue_certificate(b"")
 
 
 def drop_sent(pieces: MutableSequence[memoryview], count: int) -> None:
@@ -546,10 +581,11 @@ class _TlsSession:
         return size, [memoryview(self._out.read())] if size else []
 
     def read(self, into: memoryview) -> int:
-        total = 0
+        total, size = 0, len(into)
+        tls, arrived = self._tls, self._in  # looked up for each record of 16 KiB otherwise
         try:
-            while total < len(into) and (self._in.pending or self._tls.pending()):
-                count = cast("int", self._tls.read(len(into) - total, into[total:]))
+            while total < size and (arrived.pending or tls.pending()):
+                count: int = tls.read(size - total, into[total:])  # pyright: ignore[reportAssignmentType] - a count, with memory to fill
                 total += count
                 if not count:
                     self.is_closed = True
@@ -601,18 +637,21 @@ class _Contexts:
         self._lock = threading.Lock()
         self._made_at = -_RENEW_S
         self._pid = 0
+        self._identity = "", b""
         self._contexts: dict[bool, ssl.SSLContext] = {}
 
     def get(self, *, is_server: bool) -> ssl.SSLContext:
         with self._lock:
             now = time.monotonic()
             if now - self._made_at >= _RENEW_S or self._pid != os.getpid():
-                authority, certificate = _issue_certificate(self._secret)
-                self._contexts = {
-                    role: _make_context(authority, certificate, is_server=role)
-                    for role in (False, True)
-                }
+                self._identity = _issue_certificate(self._secret)
+                self._contexts = {}
                 self._made_at, self._pid = now, os.getpid()
+            if is_server not in self._contexts:  # each takes more than a millisecond
+                authority, certificate = self._identity
+                self._contexts[is_server] = _make_context(
+                    authority, certificate, is_server=is_server
+                )
             return self._contexts[is_server]
 
 

@@ -33,6 +33,7 @@ JWT = f"eyJhbGciOiJIUzI1NiJ9.{CANARY}.{CANARY}"
         (f"sftp://me:{CANARY}@host/x", "sftp://***@host/x"),
         (f"zip://a.csv::https://me:{CANARY}@host/x", "zip://a.csv::https://***@host/x"),
         (f"postgresql+psycopg://me:{CANARY}@db:5432/x", "postgresql+psycopg://***@db:5432/x"),
+        (f"postgresql://me:a@{CANARY}@db/x@y", "postgresql://***@db/x@y"),
         (f"https://h/x?X-Amz-Signature={CANARY}&part=1", "https://h/x?X-Amz-Signature=***&part=1"),
         (f"https://h/x?a=1&X-Goog-Credential={CANARY}", "https://h/x?a=1&X-Goog-Credential=***"),
         (f"https://h/x?AWSAccessKeyId={CANARY}", "https://h/x?AWSAccessKeyId=***"),
@@ -60,6 +61,12 @@ JWT = f"eyJhbGciOiJIUzI1NiJ9.{CANARY}.{CANARY}"
         (f"AccountName=x;AccountKey={CANARY};", "AccountName=x;AccountKey=***;"),
         (f"access_token={CANARY} was refused", "access_token=*** was refused"),
         (f"token={CANARY}", "token=***"),
+        (f"password: {CANARY}", "password: ***"),
+        (f"the password is {CANARY}, it seems", "the password is ***, it seems"),
+        (f"machine h login me password {CANARY}", "machine h login me password ***"),
+        (f"curl --token {CANARY} https://h", "curl --token *** https://h"),
+        (f"['curl', '--api-key', '{CANARY}', 'h']", "['curl', '--api-key', '***', 'h']"),
+        (f'"{{\\"password\\": \\"{CANARY}\\"}}"', '"{\\"password\\": \\"***\\"}"'),
         # shapes
         ("key AKIAIOSFODNN7EXAMPLE", "key ***"),
         (f"hf_{CANARY}", "***"),
@@ -104,6 +111,9 @@ def test_secrets_are_masked_in_every_form(text: str, shown: str) -> None:
         "hf_transformers_are_models, monkey=1, secretary=2",
         "data.options.secret: a credential, and a job is stored and shown",
         "password=None token=null secret=''",
+        "unknown token: block2_layer1; the password is expected; secret: none of 200000",
+        "yunlu join h:1 --token-file token2026.txt --token-stdin",
+        "https://h/x:y@z/a@b",
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:

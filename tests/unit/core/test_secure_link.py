@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.waiting import LIMIT_S, wait_until
 from yunlu.core import secure_link
 from yunlu.core.secure_link import (
+    HANDSHAKE_S,
     UNAUTHENTICATED_BYTES,
     LinkRefusedError,
     SecureLink,
@@ -133,6 +136,19 @@ def test_non_blocking_ends_exchange_pieces_of_memory(pair: Pair, mode: str) -> N
         received += (head + body)[:count]
     assert received == whole
     assert not server.pending
+
+
+@pytest.mark.parametrize("pieces", [[3 << 20], [100, 300_000] * 8, [1 << 14] * 150])
+def test_one_call_sends_as_much_as_the_socket_takes(
+    pair: Pair, mode: str, pieces: list[int]
+) -> None:
+    client, server = pair()
+    shake_hands(client, server)
+    data = [os.urandom(size) for size in pieces]
+    with ThreadPoolExecutor() as threads:
+        receiving = threads.submit(receive, server, sum(pieces))
+        assert client.sendmsg([memoryview(piece) for piece in data]) == sum(pieces)
+        assert receiving.result() == b"".join(data)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 4099])
@@ -298,6 +314,33 @@ def test_a_stranger_is_refused_before_it_can_send_much(pair: Pair, opening: byte
     link.close()
     sending.join()
     ours.close()
+
+
+@pytest.mark.parametrize("timeout_s", [None, LIMIT_S, 0.0])
+def test_the_time_for_a_proof_is_limited_in_all(
+    timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a byte now and then would hold a connection for hours."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(timeout_s)
+        times = iter([0.0, HANDSHAKE_S - 1, HANDSHAKE_S + 1])
+        monkeypatch.setattr(secure_link, "time", SimpleNamespace(monotonic=lambda: next(times)))
+        link = SecureLink(theirs, SECRET, is_server=True)
+        ours.sendall(b"YUNLUc1")
+        with pytest.raises(LinkRefusedError, match="in time"):
+            link.handshake()
+        assert theirs.gettimeout() == timeout_s
+
+
+def test_a_proof_is_not_waited_for_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monkeypatch.setattr(secure_link, "HANDSHAKE_S", 0.01)
+        link = SecureLink(theirs, SECRET, is_server=True)
+        with pytest.raises((TimeoutError, LinkRefusedError)):
+            link.handshake()
+        assert theirs.gettimeout() is None
 
 
 def test_connections_from_other_machines_must_be_encrypted(

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.unit.training.communication.test_servers import ADAMW, serving
 from tests.waiting import LIMIT_S, wait_until
-from yunlu.core import framing, limits
+from yunlu.core import framing, limits, secure_link
 from yunlu.core.framing import (
     FrameError,
     FrameReader,
@@ -31,15 +31,24 @@ from yunlu.core.framing import (
     receive_frame,
     send_frame,
 )
-from yunlu.core.secure_link import SecureLink, connect_link, derive_secret
+from yunlu.core.secure_link import (
+    UNAUTHENTICATED_BYTES,
+    SecureLink,
+    connect_link,
+    derive_secret,
+)
 from yunlu.runs.home import open_run
 from yunlu.runs.worker_group import control_secret, read_worker_group
 from yunlu.training.asynchronous.coordinator import AsyncCoordinator
+from yunlu.training.communication import transport
+from yunlu.training.communication.servers import server
 from yunlu.training.communication.servers.rules import ServerRules
 from yunlu.training.communication.servers.store import read_address
 from yunlu.training.communication.transport import connect
+from yunlu.training.elastic import control_channel
 from yunlu.training.elastic.control_channel import ControlServer
 from yunlu.training.elastic.messages import read_message
+from yunlu.training.parallel import gloo_tunnel, group_store
 from yunlu.training.parallel.gloo_tunnel import GlooTunnel
 from yunlu.training.parallel.group_store import GroupStore, StoreServer
 
@@ -48,6 +57,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = b"of this group"
+PARTIAL = b"\x16\x03\x01\x40\0"
+MAX_UNAUTHENTICATED = 64
+WITH_TIME_LIMIT = (secure_link, control_channel, server, transport, gloo_tunnel, group_store)
 LONE_SURROGATE = b'{"kind":"hello_client","token":"\\ud800"}'
 DEEP = b"[" * 4000
 
@@ -121,6 +133,8 @@ class Listener(Protocol):
     """A listener of ours."""
 
     address: tuple[str, int]
+    secret: bytes
+    """What it wants to be proved."""
 
     def is_open(self) -> bool:
         """Whether somebody who knows the secret is still served."""
@@ -133,6 +147,7 @@ class ControlListener:
     def __init__(self) -> None:
         self._server = ControlServer("127.0.0.1", "token")
         self.address = ("127.0.0.1", self._server.port)
+        self.secret = control_secret("token")
         self.failure: BaseException | None = None
         self.greeted = 0
         self._is_over = False
@@ -151,7 +166,7 @@ class ControlListener:
 
     def is_open(self) -> bool:
         before = self.greeted
-        with connect_link(self.address, control_secret("token"), timeout_s=LIMIT_S) as link:
+        with connect_link(self.address, self.secret, timeout_s=LIMIT_S) as link:
             send_frame(link, {"kind": "hello_client"})
             wait_until(lambda: self.greeted > before or self.failure, "a greeting")
         return self.failure is None
@@ -171,7 +186,7 @@ class JoinListener:
         self._server.publish(workers=1, is_open=False)
         group = read_worker_group(self._run)
         assert group is not None
-        self._token, self.address = group.token, (group.host, group.port)
+        self.secret, self.address = control_secret(group.token), (group.host, group.port)
         self.failure: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._poll)
@@ -185,7 +200,7 @@ class JoinListener:
             self.failure = error
 
     def is_open(self) -> bool:
-        with connect_link(self.address, control_secret(self._token), timeout_s=LIMIT_S) as link:
+        with connect_link(self.address, self.secret, timeout_s=LIMIT_S) as link:
             for kind in ("hello_client", "locate_run"):
                 send_frame(link, {"kind": kind})
             answer = receive_frame(link, FrameReader()).control
@@ -205,11 +220,10 @@ class ShardListener:
         self._servers = stack.enter_context(serving(path, rules))
         found = read_address(self._servers.directory, 0)
         self.address = (found.host, found.port)
+        self.secret = derive_secret(found.token.encode(), "shard")
 
     def is_open(self) -> bool:
-        found = read_address(self._servers.directory, 0)
-        secret = derive_secret(found.token.encode(), "shard")
-        with connect_link(self.address, secret, timeout_s=LIMIT_S) as link:
+        with connect_link(self.address, self.secret, timeout_s=LIMIT_S) as link:
             return link.is_authenticated
 
     def close(self) -> None:
@@ -222,6 +236,7 @@ class StoreListener:
     def __init__(self) -> None:
         self._server = StoreServer("127.0.0.1", SECRET)
         self.address = (self._server.host, self._server.port)
+        self.secret = derive_secret(SECRET, "store")
 
     def is_open(self) -> bool:
         limit = timedelta(seconds=LIMIT_S)
@@ -239,6 +254,7 @@ class TunnelListener:
     def __init__(self) -> None:
         self._tunnel = GlooTunnel(0, ["127.0.0.1"], SECRET)
         self.address = ("127.0.0.1", self._tunnel.port)
+        self.secret = SECRET
 
     def is_open(self) -> bool:
         with connect_link(self.address, SECRET, timeout_s=LIMIT_S) as link:
@@ -260,6 +276,7 @@ class TransportListener:
         self._thread.start()
         port, host = self._store.get("transport/0").decode().split(" ")
         self.address = (host, int(port))
+        self.secret = derive_secret(SECRET, "transport", "transport")
 
     def _join(self, rank: int) -> None:
         transport = connect(self._store, rank, 2, "127.0.0.1", secret=SECRET, within_s=LIMIT_S)
@@ -315,20 +332,70 @@ def test_strangers_harm_nobody(name: str, tmp_path: Path) -> None:
                 caller.close()
 
 
-@pytest.mark.parametrize("name", ["control", "join", "store"])
-@pytest.mark.parametrize("said", [frame(DEEP), frame(LONE_SURROGATE), frame(b"{}"), b"\xff" * 64])
+def is_hung_up(caller: socket.socket) -> bool:
+    """Whether the listener has closed this connection; what it has answered before is dropped."""
+    caller.setblocking(False)
+    try:
+        while caller.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("name", LISTENERS)
+def test_bytes_time_and_connections_are_limited_before_the_proof(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_listener(name, tmp_path) as listener, ExitStack() as stack:
+
+        def call(said: bytes) -> socket.socket:
+            caller = socket.create_connection(listener.address, timeout=LIMIT_S)
+            stack.callback(caller.close)
+            with suppress(OSError):
+                caller.sendall(said)
+            return caller
+
+        # A record of 16 KiB is announced: nothing can be said about it before it is complete.
+        flood = call(PARTIAL + bytes(UNAUTHENTICATED_BYTES))
+        wait_until(lambda: is_hung_up(flood), "4 KiB to be too many")
+        silent = [call(b"") for _ in range(MAX_UNAUTHENTICATED)]
+        assert not is_hung_up(silent[-1])
+        silent.append(call(b""))
+        wait_until(lambda: is_hung_up(silent[0]), "the oldest of too many to be closed")
+        for caller in silent:
+            caller.close()
+
+        with monkeypatch.context() as patch:
+            for module in WITH_TIME_LIMIT:
+                patch.setattr(module, "HANDSHAKE_S", 0.1)
+            idle, slow = call(b""), call(PARTIAL)
+            sent = 0
+
+            def is_slow_one_hung_up() -> bool:
+                nonlocal sent
+                with suppress(OSError):
+                    sent += slow.send(b"\0")
+                return is_hung_up(slow)
+
+            wait_until(lambda: is_hung_up(idle), "one who says nothing to be closed")
+            wait_until(is_slow_one_hung_up, "one who never comes to an end to be closed")
+            assert sent < UNAUTHENTICATED_BYTES - len(PARTIAL)
+        assert listener.is_open()
+
+
+@pytest.mark.parametrize("name", ["control", "join", "store", "shard", "tunnel"])
 def test_one_who_knows_the_secret_and_sends_rubbish_harms_only_itself(
-    name: str, said: bytes, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     with open_listener(name, tmp_path) as listener:
-        if isinstance(listener, StoreListener):
-            secret = derive_secret(SECRET, "store")
-        else:
-            secret = control_secret(getattr(listener, "_token", "token"))
-        with connect_link(listener.address, secret, timeout_s=LIMIT_S) as link:
-            link.sendall(said)
-            with suppress(OSError):
-                assert link.recv(1) == b""
+        for said in (frame(DEEP), frame(LONE_SURROGATE), frame(b"{}"), frame(b"[]"), b"\xff" * 64):
+            with connect_link(listener.address, listener.secret, timeout_s=LIMIT_S) as link:
+                link.sendall(said)
+                with suppress(OSError):
+                    assert link.recv(1) == b""
         assert listener.is_open()
 
 

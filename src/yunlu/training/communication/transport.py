@@ -32,7 +32,7 @@ from yunlu.core.framing import (
     receive_frame,
     send_frame,
 )
-from yunlu.core.secure_link import SecureLink, derive_secret, drop_sent
+from yunlu.core.secure_link import HANDSHAKE_S, SecureLink, derive_secret, drop_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -525,6 +525,8 @@ class _IncomingCall:
     """A connection that has not sent its complete hello."""
 
     link: SecureLink
+    until: float = field(default_factory=lambda: time.monotonic() + HANDSHAKE_S)
+    """When it is closed if it has not sent it by then."""
     reader: FrameReader = field(default_factory=lambda: FrameReader(control_bytes=_HELLO_BYTES))
     rank: object = None
     """Rank that it says it has."""
@@ -637,6 +639,7 @@ def _accept_peers(
                 else:
                     writes = select.POLLOUT if call.link.wants_write else 0
                     poll.modify(descriptor, select.POLLIN | writes)
+            _drop_silent(poll, calls)
     finally:
         for call in calls.values():
             call.link.close()
@@ -652,11 +655,20 @@ def _accept(
     sock.setblocking(False)
     if len(calls) >= _MAX_PENDING:
         # Drop the oldest silent connection: peers send their hello at once.
-        oldest = next(iter(calls))
-        poll.unregister(oldest)
-        calls.pop(oldest).link.close()
+        _drop(next(iter(calls)), poll, calls)
     calls[sock.fileno()] = _IncomingCall(SecureLink(sock, secret, is_server=True))
     poll.register(sock, select.POLLIN)
+
+
+def _drop_silent(poll: select.poll, calls: dict[int, _IncomingCall]) -> None:
+    now = time.monotonic()
+    for descriptor in [number for number, call in calls.items() if now >= call.until]:
+        _drop(descriptor, poll, calls)
+
+
+def _drop(descriptor: int, poll: select.poll, calls: dict[int, _IncomingCall]) -> None:
+    poll.unregister(descriptor)
+    calls.pop(descriptor).link.close()
 
 
 def _is_received(call: _IncomingCall) -> bool:

@@ -22,6 +22,7 @@ from yunlu.core.errors import TrainingError
 from yunlu.core.limits import decode_json
 from yunlu.core.processes import ForkedProcesses, SignalPipe, start_time
 from yunlu.core.secrets import make_process_private
+from yunlu.core.secure_link import is_loopback, load_tls
 from yunlu.core.settings import read_settings
 from yunlu.runs.home import open_run
 from yunlu.runs.run_store import Area, require_local
@@ -120,7 +121,7 @@ class NodeAgent:
 
     def _connect(self) -> bool:
         """Try to register with the current coordinator."""
-        return self._client.connect(
+        is_connected = self._client.connect(
             NodeHello(
                 node=self.name,
                 host=socket.gethostname(),
@@ -129,6 +130,9 @@ class NodeAgent:
                 devices=self.devices,
             )
         )
+        if is_connected and not is_loopback(self._client.local_host):
+            load_tls()  # before the fork: workers of this node may connect to those of other machines
+        return is_connected
 
     def _stay_in_touch(self) -> None:
         """Handle what comes within a moment, and show that this node is there."""

@@ -11,6 +11,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 
+from yunlu.core.errors import TrainingError
 from yunlu.core.framing import FrameReader, receive_frame, send_frame
 from yunlu.core.secure_link import (
     HANDSHAKE_S,
@@ -123,7 +125,13 @@ def secure_gloo(
 
 def keep_on_loopback() -> None:
     """Let gloo listen on the loopback interface only."""
-    use_network_interface(interface_of(LOOPBACK))
+    interface = interface_of(LOOPBACK)
+    if interface is None:  # gloo would choose one itself, open to the network
+        raise TrainingError(
+            f"No network interface has the address {LOOPBACK}, on which gloo has to listen.",
+            hint="Bring it up: ip link set lo up.",
+        )
+    use_network_interface(interface)
 
 
 def _open_tunnel(
@@ -175,6 +183,8 @@ class GlooTunnel:
         self._arrivals: deque[_Pipe] = deque()
         self._lock = threading.Lock()
         self._pipes: set[_Pipe] = set()
+        self._strangers: dict[_Pipe, float] = {}
+        """Connections that have not proved the secret, oldest first, and until when they may."""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -242,7 +252,8 @@ class GlooTunnel:
         try:
             while not self._is_closed:
                 busy = [pipe for pipe in self._pipes if _is_pending(pipe)]
-                for key, _ in self._selector.select(0 if busy else None):
+                wait_s = self._end_strangers()
+                for key, _ in self._selector.select(0 if busy else wait_s):
                     source = key.fileobj
                     if source is self._woken:
                         self._receive_arrivals()
@@ -262,12 +273,23 @@ class GlooTunnel:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            unauthenticated = [pipe for pipe in self._pipes if not pipe.link.is_authenticated]
-            if len(unauthenticated) >= _MAX_UNAUTHENTICATED:
-                self._end(unauthenticated[0])
+            self._end_strangers()
+            if len(self._strangers) >= _MAX_UNAUTHENTICATED:
+                self._end(next(iter(self._strangers)))
             pipe = _Pipe(SecureLink(sock, self._secret, is_server=True))
             self._pipes.add(pipe)
+            self._strangers[pipe] = time.monotonic() + HANDSHAKE_S
             self._selector.register(pipe.link, selectors.EVENT_READ, pipe)
+
+    def _end_strangers(self) -> float | None:
+        """End connections that did not prove the secret in time; returns the time until the next one is due."""
+        now = time.monotonic()
+        for pipe, deadline in list(self._strangers.items()):
+            if pipe.link.is_authenticated:
+                del self._strangers[pipe]
+            elif now >= deadline:
+                self._end(pipe)
+        return max(0.0, min(self._strangers.values()) - now) if self._strangers else None
 
     def _accept_local(self, listener: socket.socket) -> None:
         with suppress(OSError):
@@ -359,6 +381,7 @@ class GlooTunnel:
             return
         pipe.is_over = True
         self._pipes.discard(pipe)
+        self._strangers.pop(pipe, None)
         for source in (pipe.link, pipe.plain):
             if source is not None:
                 with suppress(KeyError, ValueError):

@@ -231,11 +231,12 @@ def _driver_problems(driver: DriverFacts) -> Iterator[tuple[str, str]]:
             "Install the driver, or load its kernel module; in a container, pass the devices on.",
         )
     elif driver.blocked:
-        more = f" and {len(driver.blocked) - 1} more files" if len(driver.blocked) > 1 else ""
+        first, *others = driver.blocked
+        more = f" and {len(others)} more files" if others else ""
         named = driver.group not in {None, "root"}
         group = f"sudo usermod -aG {driver.group} $USER, then log in again" if named else ""
         yield (
-            f"you may not open {driver.blocked[0]}{more}.",
+            f"you may not open {first}{more}.",
             f"{group or 'Ask the administrator for access'}; in a container, pass the devices on.",
         )
 

@@ -220,7 +220,7 @@ class _Training:
     run: str
     losses: dict[int, float] = field(default_factory=dict[int, float])
     """Of each step, the last that was reported."""
-    repeated: dict[int, set[float]] = field(default_factory=dict[int, set[float]])
+    every: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """All losses of each step: a step that was made twice must give the same."""
     environment: EnvironmentRecorded | None = None
     plan: PlanMade | None = None
@@ -234,7 +234,7 @@ class _Training:
             case MetricRecord() if "loss" in item.record:
                 step, loss = int(item.record["step"]), float(item.record["loss"])
                 self.losses[step] = loss
-                self.repeated.setdefault(step, set()).add(loss)
+                self.every.setdefault(step, []).append(loss)
             case EnvironmentRecorded():
                 self.environment = item
             case PlanMade():
@@ -377,14 +377,15 @@ class _Session:
         reference = self._reference(check.task)
         found = compare_losses(training.losses, reference.losses, steps=COMPARED_STEPS)
         allowed = tolerance_of(check.precision)
-        base = "CPU's" if self.kind != "cpu" else "one worker's"
+        base = "the CPU's" if self.kind != "cpu" else "one worker's"
         if not found.relative <= allowed:
             raise _FailedError(
-                f"step {found.step}: loss {found.loss:.6g}, the {base} {found.expected:.6g} "
+                f"step {found.step}: loss {found.loss:.6g}, {base} {found.expected:.6g} "
                 f"({_percent(found.relative)} off, {_percent(allowed)} allowed)",
                 self._log(training.run),
             )
-        detail = f"losses within {_percent(found.relative)} of the {base}"
+        off = _percent(found.relative)
+        detail = f"losses within {off} of {base}" if found.relative else f"losses equal {base}"
         return {"detail": detail, "difference": found.relative, "figures": training.figures}
 
     def _check_disturbed(
@@ -401,7 +402,7 @@ class _Session:
         whole = self._whole(steps)
         if check.devices > 1:
             return self._judge_recovery(check, training)
-        if any(losses != {whole.losses[step]} for step, losses in training.repeated.items()):
+        if any(set(losses) != {whole.losses[step]} for step, losses in training.every.items()):
             found = compare_losses(training.losses, whole.losses)
             raise _FailedError(
                 f"not bit-equal to the undisturbed run: step {found.step}, loss {found.loss!r} "
@@ -416,12 +417,12 @@ class _Session:
             raise _FailedError(
                 "the run does not say that it lost a worker", self._log(training.run)
             )
-        uneven = [step for step, losses in training.repeated.items() if not _are_close(losses)]
+        uneven = [step for step, losses in training.every.items() if not _are_close(losses)]
         if uneven:
             raise _FailedError(
                 f"step {uneven[0]} gave another loss after the recovery", self._log(training.run)
             )
-        redone = sum(len(losses) > 1 for losses in training.repeated.values())
+        redone = sum(len(losses) - 1 for losses in training.every.values())
         answer = self._compare(check, training)
         recovered = f"recovered as {details.layout}, {redone} steps redone"
         return answer | {"detail": f"{recovered}; {answer['detail']}", "figures": None}
@@ -525,7 +526,7 @@ class _Session:
             return
         failure = self.client.failure(training.run)
         text = failure.message if failure is not None else f"the run is {state}"
-        if can_refuse and failure is not None and failure.code == "job":
+        if can_refuse and failure is not None and _is_refusal(failure):
             raise _SkippedError(text)
         raise _FailedError(text, self._log(training.run))
 
@@ -555,11 +556,16 @@ def _caught() -> Generator[_Caught]:
         caught.error = _FailedError(str(error))
 
 
+def _is_refusal(failure: RunFailure) -> bool:
+    """Whether the job asks for what the device or an installed package cannot do."""
+    return failure.code == "job" or (failure.hint or "").startswith("Set train.")
+
+
 def _limit(seconds: float) -> float:
     return seconds * max(read_settings().patience, 1.0)
 
 
-def _are_close(losses: set[float]) -> bool:
+def _are_close(losses: list[float]) -> bool:
     return max(losses) - min(losses) <= tolerance_of("fp32") * max(map(abs, losses))
 
 

@@ -92,7 +92,6 @@ def plan_checks(
     return tuple(_left_out(check, quick=quick, only=only) for check in checks)
 
 
-CHECK_NAMES = tuple(check.name for check in plan_checks("", devices=1, precisions=()))
 _QUICK = {"cpu", "text", "resume", "kill"}
 
 
@@ -150,7 +149,11 @@ def make_selftest_job(check: PlannedCheck, folder: Path, *, steps: int) -> Job:
 
 def _samples(task: SampleTask, folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if task == "image":
-        return "image-classification", {"name": "cnn", "args": {"dropout": 0.0}}, {"train": "sklearn:digits"}
+        return (
+            "image-classification",
+            {"name": "cnn", "args": {"dropout": 0.0}},
+            {"train": "sklearn:digits"},
+        )
     if task == "table":
         data = {"train": "sklearn:breast_cancer"}
         return "tabular-classification", {"name": "mlp", "args": {"dropout": 0.0}}, data
@@ -207,3 +210,6 @@ def has_fallen(losses: Mapping[int, float]) -> bool:
     """Whether training helps: the loss falls by and large."""
     values = [losses[step] for step in sorted(losses)]
     return values[-1] < values[0] and sum(b < a for a, b in pairwise(values)) > 0
+
+
+CHECK_NAMES = tuple(check.name for check in plan_checks("", devices=1, precisions=()))

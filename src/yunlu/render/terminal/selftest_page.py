@@ -101,7 +101,8 @@ def _checks(checks: Sequence[SelftestCheck]) -> Table:
 
 
 def _name(check: SelftestCheck) -> Text:
-    layout = f" {check.layout}" if check.layout not in {check.name, "single"} else ""
+    is_shown = check.outcome != "skipped" and check.layout != "single"
+    layout = f" {check.layout.removeprefix(check.name)}" if is_shown else ""
     return Text.assemble(check.name, (layout, "dim"))
 
 

@@ -90,7 +90,6 @@ class SelftestResult(Value):
 
     version: Literal[1] = 1
     at: float
-    """Seconds since the epoch."""
     took_s: float
     is_quick: bool
     yunlu: str
@@ -101,9 +100,7 @@ class SelftestResult(Value):
     """Torch's name of the device that was tested: ``cuda``, ``npu``, ..., or ``cpu``."""
     device: str
     devices: int
-    """How many were used."""
     precisions: tuple[str, ...]
-    """Those that the device computes in itself."""
     accelerators: AcceleratorFacts
     environment: dict[str, str]
     """Variables that configure accelerators; no others."""
@@ -191,7 +188,7 @@ def run_selftest(
             hint="yunlu doctor shows what hides the others" if visible else "use 1 or more",
         )
     with _own_home() as folder:
-        session = _Session(client, folder, on_progress or (lambda _: None))
+        session = _SelftestSession(client, folder, on_progress or (lambda _: None))
         try:
             return session.run(quick=quick, devices=devices, only=checks)
         finally:
@@ -259,7 +256,7 @@ class _Training:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SelftestSession:
     """One self-test: the runs that others are compared with are trained once."""
 
     client: SelftestClient

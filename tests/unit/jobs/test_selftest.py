@@ -148,5 +148,6 @@ def test_the_table_fits_eighty_columns_and_names_what_failed() -> None:
     assert "✗ failed" in shown
     assert "step 2: loss 3.5" in shown
     assert "✗ 1 of 3 checks failed.  1 ok, 1 skipped" in shown
-    assert "Send result.json" in shown
+    assert "Send this file with your report" in shown
+    assert "result.json" in shown
     assert max(map(len, shown.splitlines())) <= 80

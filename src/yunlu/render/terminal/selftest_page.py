@@ -73,10 +73,12 @@ def selftest_page(result: SelftestResult, file: str) -> RenderableType:
 
 
 def _title(result: SelftestResult) -> Text:
+    device = result.device or result.kind
+    worker = "worker" if result.devices == 1 else "workers"
     devices = (
-        f"{result.devices} × {result.device or result.kind}"
-        if result.kind != "cpu"
-        else (f"{result.devices} workers on {result.device or 'the CPU'}")
+        f"{result.devices} {worker} on {device}"
+        if result.kind == "cpu"
+        else f"{result.devices} × {device}"
     )
     torch = result.packages.get("torch", "?")
     return Text.assemble(
@@ -133,8 +135,8 @@ def _ending(result: SelftestResult, file: str) -> Text:
     took = f"  {result.count('ok')} ok, {skipped} skipped, in {show_duration(result.took_s)}"
     if failed:
         text = Text(f"\n ✗ {failed} of {len(result.checks)} checks failed.", style="bold red")
-        send = f"\n   Send {file} with your report: versions, results and logs, no secrets.\n"
+        send = f"\n   Send this file with your report: versions, results, logs, no secrets.\n   {file}\n"
     else:
         text = Text("\n ✓ This machine trains as it should.", style="bold green")
-        send = f"\n   {file} has every figure; sending it to us helps the next one.\n"
+        send = f"\n   Every figure, and worth sending to us, too:\n   {file}\n"
     return text.append(took, style="not bold dim").append(send, style="not bold default")

@@ -89,6 +89,8 @@ def test_quick_one_passes_on_two_devices(tmp_path: Path) -> None:
     assert "recovered as dp2" in checks["kill"]["detail"]
     figures = checks["text"]["figures"]
     assert 0.5 < figures["memory_bytes"] / figures["predicted_memory_bytes"] < 2
+    # The reference is a process of the CPU; a device counts its tensors alone.
+    assert checks["cpu"]["figures"]["memory_bytes"] > 100 << 20 > figures["memory_bytes"]
     assert not (tmp_path / "races").exists()
     assert not (tmp_path / "home").exists()
 

@@ -20,7 +20,7 @@ SampleTask = Literal["text", "image", "table"]
 
 COMPARED_STEPS = 12
 """Losses that are compared with those of the CPU: later ones drift apart by rounding alone."""
-LONG_STEPS = (200, 2000)
+LONG_STEPS = (120, 2000)
 """Steps of a run that is disturbed: more on the second try, where the first was over too soon."""
 _BATCH, _MOST_DEVICES = 16, 8
 _TOLERANCES = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05, "fp8": 0.1}

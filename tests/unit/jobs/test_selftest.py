@@ -7,9 +7,11 @@ import math
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
+from tests.waiting import wait_until
 from yunlu.client.local import LocalClient
 from yunlu.core.errors import JobError, YunluError
 from yunlu.jobs import selftest
@@ -106,6 +108,21 @@ def test_a_first_run_that_fails_explains_itself_and_the_rest_is_skipped(
     assert text.log == ("no memory for ***",)
     assert {check.detail for check in others} == {"one worker alone does not train: see text"}
     assert not result.has_passed
+
+
+def test_a_run_that_hangs_is_given_up_and_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    worker = (sys.executable, "-c", program)
+    monkeypatch.setattr("yunlu.executors.worker_process.WORKER", worker)
+    monkeypatch.setattr(selftest, "_RUN_S", 0.0)
+    result = LocalClient().selftest(checks=["text"])
+    (text,) = (check for check in result.checks if check.name == "text")
+    assert (text.outcome, text.detail) == ("failed", "no end after 0 s, at step 0")
+    if pid.exists():
+        wait_until(lambda: not psutil.pid_exists(int(pid.read_text())), "the worker is gone")
 
 
 @pytest.mark.usefixtures("fake_worker")

@@ -199,7 +199,10 @@ def run_selftest(
 def _own_home() -> Generator[Path]:
     """A home and a cache for these runs alone: small runs are no lesson for later predictions."""
     cache = read_settings().cache
-    with tempfile.TemporaryDirectory(prefix="yunlu-selftest-") as directory:
+    # A killed worker may still be writing its last file.
+    with tempfile.TemporaryDirectory(
+        prefix="yunlu-selftest-", ignore_cleanup_errors=True
+    ) as directory:
         folder = Path(directory)
         for name in (PROFILES, "precisions"):  # measured once for each machine
             with suppress(OSError):

@@ -47,6 +47,8 @@ TRANSLATED = [
             "tuning",
             "scikit-learn",
             "security",
+            "accelerators",
+            "ascend",
         )
     ),
 ]

@@ -52,6 +52,7 @@ VERBS: dict[str, dict[str, str]] = {
         "schema": "Print the JSON Schema of a job file, for editors.",
         "catalog": "List devices and what they cost; add prices, machines, devices.",
         "doctor": "Show what this machine has and what is missing.",
+        "selftest": "Train small jobs on this machine's devices: does it work, how fast.",
         "probe": "Measure this machine, so that predictions for it are accurate.",
     },
 }

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         RunList,
         StartedRun,
     )
+    from yunlu.jobs.selftest import SelftestProgress, SelftestResult
     from yunlu.planning.plan import Plan, Rehearsal
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
@@ -635,3 +636,18 @@ def _find_machine(text: str) -> MachineEntry:
 
 class LocalClient(LocalJobs, LocalRuns, LocalPool, LocalStudies, LocalMachine):
     """Runs, pool, studies and catalog of the home directory that the settings name."""
+
+    def selftest(
+        self,
+        *,
+        quick: bool = False,
+        devices: int | None = None,
+        checks: Sequence[str] = (),
+        on_progress: Callable[[SelftestProgress], None] | None = None,
+    ) -> SelftestResult:
+        """As ``MachineVerbs.selftest``: by the other verbs of this client."""
+        from yunlu.jobs.selftest import run_selftest
+
+        return run_selftest(
+            self, quick=quick, devices=devices, checks=checks, on_progress=on_progress
+        )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RunList,
         StartedRun,
     )
+    from yunlu.jobs.selftest import SelftestProgress, SelftestResult
     from yunlu.planning.plan import Plan, Rehearsal
     from yunlu.runs.events import Event
     from yunlu.scheduler.pool_view import Explanation, PoolDown, PoolUp, PoolView, QueuedRun
@@ -345,6 +346,20 @@ class MachineVerbs(Protocol):
 
     def doctor(self) -> MachineFindings:
         """Examine this machine: what it has, what is missing."""
+        ...
+
+    def selftest(
+        self,
+        *,
+        quick: bool = False,
+        devices: int | None = None,
+        checks: Sequence[str] = (),
+        on_progress: Callable[[SelftestProgress], None] | None = None,
+    ) -> SelftestResult:
+        """Train small jobs here, ten minutes at most: same losses as on the CPU, every layout, a kill, a resume.
+
+        ``checks``: only these, by name. What fails is in the result, with the end of its log.
+        """
         ...
 
     def probe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from yunlu.core.errors import YunluError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,21 @@ def set_default_variables(values: Mapping[str, str]) -> None:
     """For libraries that read them when they are first used; what the user set stays."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def override_variables(values: Mapping[str, str]) -> Generator[None]:
+    """Set variables of this process, and of what it starts meanwhile; then as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def use_keras_on_torch() -> None:

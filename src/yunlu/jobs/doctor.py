@@ -15,12 +15,16 @@ from yunlu import __version__
 from yunlu.core.errors import StoreError
 from yunlu.core.files import check_home
 from yunlu.core.limits import decode_json
-from yunlu.core.settings import read_settings, worker_environment
+from yunlu.core.settings import read_accelerators, read_settings, worker_environment
 from yunlu.core.value import Value
 from yunlu.hardware.fleet import Machine, PrecisionSpeed
+from yunlu.jobs.accelerator_facts import AcceleratorFacts, read_accelerator_facts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from yunlu.jobs.accelerator_facts import DriverFacts
 
 INSTALL_TORCH = 'pip install "yunlu[train]"'
 _PROBE_TIMEOUT_S = 300
@@ -31,6 +35,8 @@ class TorchState(Value):
 
     version: str | None
     problem: str | None = None
+    builds: tuple[str, ...] = ()
+    """Kinds of accelerators that it was built for: ``cuda``, ``rocm``, ``npu``, ``xpu``, ``mps``."""
 
 
 class DeviceSpeeds(Value):
@@ -68,12 +74,23 @@ class _Probed(Value):
     measured: DeviceSpeeds | None = None
 
 
+class AcceleratorProblem(Value):
+    """Why accelerators of this machine cannot train, and what to do."""
+
+    title: str
+    """Which ones: ``Ascend NPU``."""
+    problem: str
+    advice: str
+
+
 class MachineFindings(_Probed):
     """Result of ``yunlu doctor``."""
 
     yunlu: str
     python: str
     store: StoreState
+    accelerators: AcceleratorFacts
+    accelerator_problems: tuple[AcceleratorProblem, ...] = ()
     parts: tuple[OptionalPart, ...]
     can_train: bool
     advice: tuple[str, ...]
@@ -84,15 +101,32 @@ def examine_machine() -> MachineFindings:
     """Examine this machine; takes some seconds."""
     probed = _probe()
     store = examine_store(read_settings().home)
-    advice = list_advice(probed.torch, store)
+    accelerators = _read_accelerators(probed)
+    problems = tuple(find_accelerator_problems(accelerators))
+    advice = list_advice(probed.torch, store, problems)
     return MachineFindings(
         yunlu=__version__,
         python=sys.version.split()[0],
         **dict(probed),
         store=store,
+        accelerators=accelerators,
+        accelerator_problems=problems,
         parts=tuple(find_parts()),
         can_train=not advice,
         advice=advice,
+    )
+
+
+def _read_accelerators(probed: _Probed) -> AcceleratorFacts:
+    declared, environment = read_accelerators()
+    torch, machine = probed.torch, probed.machine
+    kinds = [device.kind for device in machine.devices] if machine else []
+    return read_accelerator_facts(
+        environment,
+        declared=declared,
+        torch=torch.version,
+        builds=None if torch.version is None else torch.builds,
+        seen=[kind for kind in kinds if kind != "cpu"],
     )
 
 
@@ -139,17 +173,131 @@ def examine_store(home: Path) -> StoreState:
     )
 
 
-def list_advice(torch: TorchState, store: StoreState) -> tuple[str, ...]:
+def list_advice(
+    torch: TorchState, store: StoreState, problems: tuple[AcceleratorProblem, ...] = ()
+) -> tuple[str, ...]:
     """What to fix before this machine can train."""
     advice: list[str] = []
     if torch.version is None:
-        advice.append(f"torch {torch.problem}. Install it: {INSTALL_TORCH}")
+        # A plug-in that cannot be loaded takes torch with it: installing torch again cures nothing.
+        cure = problems[0].advice if problems else f"Install it: {INSTALL_TORCH}"
+        advice.append(f"torch {torch.problem}. {cure}")
     if store.problem:
         advice.append(
             f"{store.path} cannot be written: {store.problem}. "
             "Name another directory: export YUNLU_HOME=DIRECTORY"
         )
     return tuple(advice)
+
+
+def find_accelerator_problems(facts: AcceleratorFacts) -> Iterator[AcceleratorProblem]:
+    """Why accelerators of this machine cannot train: what to do first comes first."""
+    for driver in facts.drivers:
+        if facts.seen and facts.seen_kind != driver.kind:
+            continue  # torch drives one kind at a time, and here another one
+        found = [
+            *_driver_problems(driver),
+            *_hidden(driver, facts),
+            *_missing_software(driver, facts),
+        ]
+        if not found and facts.builds is not None and facts.seen < driver.visible:
+            cause = "The driver may be too old for this build of torch, or a device broken"
+            cure = f"{cause}: {_STATUS_PROGRAMS[driver.maker]} tells."
+            found.append((f"torch can use {facts.seen} of {driver.visible}.", cure))
+        for problem, advice in found:
+            yield AcceleratorProblem(title=driver.title, problem=problem, advice=advice)
+
+
+_STATUS_PROGRAMS = {
+    "nvidia": "nvidia-smi",
+    "amd": "rocm-smi",
+    "ascend": "npu-smi info",
+    "intel": "xpu-smi discovery",
+}
+_TORCH_INDEX = "https://download.pytorch.org/whl"
+_INSTALL_BUILDS = {
+    "cuda": "pip install --force-reinstall torch (on Linux, PyPI's build is for CUDA)",
+    "rocm": f"pip install --force-reinstall torch --index-url {_TORCH_INDEX}/rocmX.Y "
+    "(https://pytorch.org/get-started names X.Y)",
+    "xpu": f"pip install --force-reinstall torch --index-url {_TORCH_INDEX}/xpu",
+}
+_DIGITS = re.compile(r"\d+(,\d+)*")
+
+
+def _driver_problems(driver: DriverFacts) -> Iterator[tuple[str, str]]:
+    if not driver.devices:
+        yield (
+            f"{driver.on_bus} on the PCI bus, but their driver is not loaded.",
+            "Install the driver, or load its kernel module; in a container, pass the devices on.",
+        )
+    elif driver.blocked:
+        first, *others = driver.blocked
+        more = f" and {len(others)} more files" if others else ""
+        named = driver.group not in {None, "root"}
+        group = f"sudo usermod -aG {driver.group} $USER, then log in again" if named else ""
+        yield (
+            f"you may not open {first}{more}.",
+            f"{group or 'Ask the administrator for access'}; in a container, pass the devices on.",
+        )
+
+
+def _hidden(driver: DriverFacts, facts: AcceleratorFacts) -> Iterator[tuple[str, str]]:
+    if not driver.devices:
+        return
+    if facts.declared.strip() == "cpu":
+        yield "YUNLU_ACCELERATORS=cpu says not to use any.", "unset YUNLU_ACCELERATORS"
+    settings = " ".join(f"{name}={value!r}" for name, value in driver.variables.items())
+    if not driver.visible:
+        names = " ".join(driver.variables)
+        yield f"{settings} hides all {driver.devices} of them.", f"unset {names}"
+        return
+    for name, value in driver.variables.items():
+        if driver.maker == "ascend" and not _DIGITS.fullmatch(value):
+            reads = f"{name} is {value!r}: the driver stops reading at the first other sign."
+            yield reads, f"Write numbers and commas only, in ascending order: export {name}=0,1"
+
+
+def _missing_software(driver: DriverFacts, facts: AcceleratorFacts) -> Iterator[tuple[str, str]]:
+    if driver.maker == "ascend":
+        yield from _missing_for_ascend(facts)
+    elif facts.builds is not None and driver.build not in facts.builds:
+        yield (
+            f"torch {facts.torch} is built without {driver.build}.",
+            _INSTALL_BUILDS[driver.build],
+        )
+
+
+def _missing_for_ascend(facts: AcceleratorFacts) -> Iterator[tuple[str, str]]:
+    ascend = facts.ascend
+    torch = re.match(r"[\d.]*\d", facts.torch or "")
+    version = torch.group() if torch else None
+    if version is not None and {"cuda", "rocm"} & set(facts.builds or ()):
+        yield (
+            f"torch {facts.torch} is a build for other accelerators, beside which torch_npu refuses to load.",
+            f"pip install --force-reinstall torch=={version} --index-url {_TORCH_INDEX}/cpu",
+        )
+    if ascend.torch_npu is None:
+        yield "torch_npu is not installed.", f"pip install torch_npu=={version or '2.13.0'}"
+    elif version is not None and ascend.needs_torch not in {None, version}:
+        yield (
+            f"torch_npu {ascend.torch_npu} is for torch {ascend.needs_torch}, here is {facts.torch}.",
+            f"pip install torch_npu=={version}",
+        )
+    if ascend.cann_home is None and ascend.scripts:
+        yield (
+            "CANN is installed, but not in this environment: ASCEND_HOME_PATH is not set.",
+            f"source {ascend.scripts[0]}",
+        )
+    elif ascend.cann_home is None:
+        yield (
+            "CANN was not found: ASCEND_HOME_PATH is not set.",
+            "Install CANN (docs/ascend.md has the versions), then source its set_env.sh.",
+        )
+    if not facts.loads_plugins:
+        yield (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu.",
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+        )
 
 
 def find_parts() -> list[OptionalPart]:

@@ -198,6 +198,17 @@ class ClientContract:
         assert _error_of(lambda: client.study("none")).code == "study"
         assert check_value(client.forget()).forgotten == 0
 
+    def test_selftest_of_one_device_reports_every_check_once(self) -> None:
+        """What was not asked for is skipped; its runs are not among the user's."""
+        client = self.make_client()
+        result = check_value(client.selftest(devices=1, checks=["table"]))
+        names = [check.name for check in result.checks]
+        assert len(set(names)) == len(names)
+        made = {check.name for check in result.checks if check.outcome != "skipped"}
+        assert {"text", "table"} <= made <= {"cpu", "text", "table"}
+        assert client.ps().runs == ()
+        assert _error_of(lambda: client.selftest(checks=["no-such-check"])).code == "job"
+
     def _finish(self, client: Client) -> str:
         started = client.train(self.make_job("finish"))
         for _ in client.follow(started.id, since=started.cursor):

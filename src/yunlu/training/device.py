@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from yunlu.core.settings import read_accelerators
 from yunlu.training.device_kinds.kind import DeviceKind
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def accelerator_kind() -> str | None:
 
     Opens no context: workers are forked from processes that ask this (``AcceleratorKind.worker``).
     """
+    if read_accelerators()[0].strip() == "cpu":  # YUNLU_ACCELERATORS: use none of them
+        return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 

@@ -264,6 +264,18 @@ def _load_torch() -> tuple[Any, str | None]:
     return torch, None
 
 
+def _builds(torch: Any) -> list[str]:
+    """Kinds of accelerators that this build of torch can drive, whether or not they are here."""
+    has = {
+        "cuda": torch.version.cuda is not None,
+        "rocm": torch.version.hip is not None,
+        "npu": hasattr(torch, "npu"),
+        "xpu": getattr(torch.version, "xpu", None) is not None,
+        "mps": torch.backends.mps.is_built(),
+    }
+    return [name for name, is_there in has.items() if is_there]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the machine, torch's state and, with ``--measure``, the speeds, as one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m yunlu.training.probe")
@@ -273,7 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch, problem = _load_torch()
     answer: dict[str, Any] = {
         "machine": machine.model_dump(mode="json"),
-        "torch": {"version": torch and torch.__version__, "problem": problem},
+        "torch": {
+            "version": torch and torch.__version__,
+            "problem": problem,
+            "builds": _builds(torch) if torch is not None else [],
+        },
     }
     if measure and torch is not None:
         best = machine.best_device

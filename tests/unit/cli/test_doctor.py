@@ -65,7 +65,7 @@ def test_the_same_findings_come_as_json(tmp_path: Path) -> None:
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert found["can_train"] is False
-    assert found["torch"] == {"version": None, "problem": "is not installed"}
+    assert found["torch"] == {"version": None, "problem": "is not installed", "builds": []}
     assert found["machine"]["cores"] >= 1
     assert found["store"]["path"] == str(tmp_path / "runs")
     assert len(found["advice"]) == 1

@@ -32,6 +32,8 @@ def doctor_page(findings: MachineFindings) -> RenderableType:
     sections = [_title(findings), *_section("Machine", _machine(findings))]
     if findings.machine is not None:
         sections += _section("Devices", _devices(findings.machine.devices))
+    if findings.accelerators.drivers:
+        sections += _section("Accelerators", _accelerators(findings))
     if (measured := findings.measured) is not None:
         title = f"Precisions on {measured.device}, speed beside fp32"
         sections += _section(title, _precisions(measured.precisions))
@@ -88,6 +90,24 @@ def _devices(devices: Sequence[Device]) -> Table:
     return table
 
 
+def _accelerators(findings: MachineFindings) -> Table:
+    table, facts = _table(columns=3), findings.accelerators
+    for driver in facts.drivers:
+        problems = [item for item in findings.accelerator_problems if item.title == driver.title]
+        parts = [f"{driver.devices} by its driver {driver.version or ''}".rstrip()]
+        if driver.maker == "ascend":
+            parts.append(f"CANN {facts.ascend.cann or 'not found'}")
+            parts.append(f"torch_npu {facts.ascend.torch_npu or 'not installed'}")
+        if not problems:
+            parts.append(f"torch can use {facts.seen}" if facts.seen else "not used")
+        text = Text(" · ".join(parts))
+        for item in problems:
+            text.append(f"\n{item.problem}")
+            text.append(f"\n→ {item.advice}", style="yellow")
+        table.add_row(_mark(not problems), driver.title, text)
+    return table
+
+
 def _precisions(speeds: Sequence[PrecisionSpeed]) -> Table:
     table = _table(columns=5)
     fastest = max(speed.relative_speed for speed in speeds)
@@ -112,14 +132,23 @@ def _parts(parts: Sequence[OptionalPart]) -> Table:
 
 def _ending(findings: MachineFindings) -> Text:
     if findings.can_train:
+        only = (
+            ", on its CPU only"
+            if findings.accelerator_problems and not _has_accelerator(findings)
+            else ""
+        )
         return Text.assemble(
-            ("\n✓ This machine can train.", "bold green"),
+            (f"\n✓ This machine can train{only}.", "bold green"),
             ("  Begin with `yunlu init`, or `yunlu train JOB.yaml`.", "dim"),
         )
     text = Text("\n✗ This machine cannot train yet.", style="bold red")
     for advice in findings.advice:
         text.append(f"\n  → {advice}", style="not bold yellow")
     return text
+
+
+def _has_accelerator(findings: MachineFindings) -> bool:
+    return findings.accelerators.seen > 0
 
 
 def _mark(good: bool, *, absent: str = "✗") -> Text:

@@ -74,6 +74,11 @@ class Layout(Value):
         return self.world == 1
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether each worker holds the whole model."""
+        return self.world == self.dp
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.stages_per_rank

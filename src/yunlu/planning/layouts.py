@@ -264,8 +264,9 @@ def peak_parts(
         passes_bytes: Measured peak of the process over some passes, without an optimiser.
     """
     parts = held_parts(layout, facts, share)
-    # While a checkpoint is written, a copy of each replica's part is alive.
-    parts["buffers"] += (parts["weights"] + parts["optimizer"]) / layout.dp
+    if facts.on_cpu:
+        # While a checkpoint is written, a copy of each replica's part is alive on the host.
+        parts["buffers"] += (parts["weights"] + parts["optimizer"]) / layout.dp
     parts["buffers"] += facts.weight_bytes if averages else 0.0
     gradients = parts["gradients"]
     if releases_gradients:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import warnings
 from contextlib import contextmanager
@@ -147,7 +148,7 @@ def _check_devices(job: Job, plan: Plan, task: Task, batch: Batch) -> None:
             task.loss(model, inputs)
 
 
-_MIXED = "two different devices"
+_MIXED = re.compile(r"two (different )?devices")
 
 
 @contextmanager
@@ -202,17 +203,17 @@ def _with_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _explained(rank: int, plan: Plan, *, only: str = "") -> Generator[None]:
-    """Errors of a step as errors of the job; ``only`` those with these words."""
+def _explained(rank: int, plan: Plan, *, only: re.Pattern[str] | None = None) -> Generator[None]:
+    """Errors of a step as errors of the job; ``only`` those that match."""
     try:
         yield
     except YunluError:
-        if not only:
+        if only is None:
             raise
     except Exception as error:
         where = "" if plan.layout.is_single else f" on worker {rank} of {plan.layout.world}"
         reason = " ".join(str(error).split())[:300]
-        if only not in reason:
+        if only is not None and only.search(reason) is None:
             return
         if _needs_values(error):
             raise RehearsalError(

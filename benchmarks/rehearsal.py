@@ -61,7 +61,9 @@ def compare(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Real and rehearsed peaks of cases, one after the other, in processes with pretend devices."""
     command = [sys.executable, "-m", "benchmarks.rehearsal_parts.on_device", *names]
     env = environment(devices=_MOST_DEVICES, memory=_MEMORY)
-    with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
@@ -109,16 +111,14 @@ def _rehearse_large() -> tuple[list[dict[str, Any]], bool]:
             "plan": case.plan("cuda").model_dump(mode="json"),
         }
         command = [sys.executable, "-m", "yunlu.training.rehearsal"]
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 (our own interpreter and module)
             command, input=json.dumps(given), capture_output=True, text=True, check=True
         )
         found = json.loads(done.stdout)["found"]
         rows.append(found)
         first = found["ranks"][0]
         parts = ", ".join(f"{name} {_mib(count)}" for name, count in first["parts"].items())
-        table.add_row(
-            str(case.layout), _mib(first["peak_bytes"]), parts, f"{found['cpu_s']:.1f}"
-        )
+        table.add_row(str(case.layout), _mib(first["peak_bytes"]), parts, f"{found['cpu_s']:.1f}")
     console.print(table)
     return rows, all(found["cpu_s"] <= GOAL_CPU_S for found in rows)
 

@@ -96,24 +96,13 @@ CASES: dict[str, Case] = {
         layout=Layout(tp=2, sequence=True, vocabulary=True), settings=_BF16
     ),
     "pp2": Case(layout=Layout(pp=2), accumulation=4, micro_batch=2),
-    "pp2, interleaved, bf16": Case(
-        layout=Layout(pp=2, schedule="interleaved", stages_per_rank=2),
-        accumulation=4,
-        micro_batch=2,
-        settings=_BF16,
-    ),
+    "pp2, bf16": Case(layout=Layout(pp=2), accumulation=4, micro_batch=2, settings=_BF16),
     "dp2 x fsdp2, accumulated": Case(layout=Layout(dp=2, fsdp=2), accumulation=2, micro_batch=2),
     "fsdp2 x tp2, selective recompute": Case(
         layout=Layout(fsdp=2, tp=2), settings={"recompute": "selective"}
     ),
     "pp2 x fsdp2, gpipe": Case(
         layout=Layout(pp=2, fsdp=2, schedule="gpipe"), accumulation=2, micro_batch=2
-    ),
-    "classifier, dp2, momentum": Case(
-        layout=Layout(dp=2),
-        task="text-classification",
-        train={"optimizer": {"name": "momentum"}},
-        settings={"kernel": "foreach", "padding": "max"},
     ),
 }
 """By what they are about."""

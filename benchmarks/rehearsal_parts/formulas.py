@@ -114,7 +114,14 @@ class FormulaError:
         figures = (self.engine, self.engine_error), (self.search, self.search_error)
         shown = [text for value, error in figures for text in (show_bytes(value), f"{error:+.1%}")]
         micros = f"{self.layout}, {self.micros} passes" if self.micros > 1 else self.layout
-        return self.model, micros, self.recompute, self.precision, show_bytes(self.rehearsed), *shown
+        return (
+            self.model,
+            micros,
+            self.recompute,
+            self.precision,
+            show_bytes(self.rehearsed),
+            *shown,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For a file."""
@@ -151,11 +158,11 @@ def _case(
 
 @cache
 def _bytes_per_sample(name: str, recompute: str, precision: str) -> float:
-    """As the worker measures it: what a sample more takes, on one device."""
+    """As the worker measures it: what a sample more takes, while the gradients are there."""
     peaks = [
         rehearse(case.job, case.plan("cuda")).peak_bytes
         for case in (
-            _case(MODELS[name], Layout(), recompute, precision, 1, micro_batch=size)
+            _case(MODELS[name], Layout(dp=2), recompute, precision, 1, micro_batch=size)
             for size in (MODELS[name].micro_batch, 2 * MODELS[name].micro_batch)
         )
     ]
@@ -175,9 +182,7 @@ def _by_engine(name: str, case: Case, recompute: str, precision: str) -> dict[st
     return peak_parts(case.layout, facts, share, process_bytes=0.0)
 
 
-def _by_search(
-    model: SizedModel, case: Case, recompute: str, precision: str
-) -> dict[str, float]:
+def _by_search(model: SizedModel, case: Case, recompute: str, precision: str) -> dict[str, float]:
     layout = case.layout
     points = make_queries(
         1, **columns_of(model.shape, model.length), seq=model.length, batch=case.batch,

@@ -125,7 +125,9 @@ def _in_children(works: list[tuple[Path, Callable[[], Any]]]) -> list[Any]:
             for other in children:  # they would wait for it
                 os.kill(other, signal.SIGKILL)
                 os.waitpid(other, 0)
-            raise RuntimeError(f"a process of the case ended with {os.waitstatus_to_exitcode(status)}")
+            raise RuntimeError(
+                f"a process of the case ended with {os.waitstatus_to_exitcode(status)}"
+            )
     return [json.loads(file.read_text()) for file, _ in works]
 
 

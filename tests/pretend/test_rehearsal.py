@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.rehearsal import GOAL, compare, ratios
 from benchmarks.rehearsal_parts.cases import CASES
 
-QUICK = ("single, LoRA, bf16", "dp2, zero1, lamb", "fsdp4", "pp2, interleaved, bf16")
+QUICK = ("single, LoRA, bf16", "dp2, zero1, lamb", "fsdp4", "pp2, bf16")
 """One of each family; the others take a minute of one core."""
 LONG = tuple(name for name in CASES if name not in QUICK)
 

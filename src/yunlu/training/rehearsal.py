@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_iter
 
 from yunlu.core.errors import ModelError, RehearsalError, YunluError
 from yunlu.core.limits import decode_json
-from yunlu.planning.layouts import AXES
+from yunlu.planning.layouts import AXES, Layout
 from yunlu.planning.plan import Plan, RankRehearsal, Rehearsal
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import lengths_of
@@ -63,8 +63,16 @@ if TYPE_CHECKING:
     from yunlu.training.single_worker import WrappedModel
     from yunlu.training.tasks.task import Batch, Samples, Task
 
-_MOST_MICROS = 2
-"""Micro-batches that are rehearsed without a pipeline: the second one finds the gradients of the first."""
+
+def _most_micros(layout: Layout) -> int:
+    """Micro-batches after which nothing new is held.
+
+    The second one finds the gradients of the first. GPipe keeps all; a stage of the other schedules as
+    many as there are stages, and again as many beside the gradients.
+    """
+    if layout.pp == 1:
+        return 2
+    return sys.maxsize if layout.schedule == "gpipe" else 2 * layout.stages
 
 
 def rehearse(job: Job, plan: Plan) -> Rehearsal:
@@ -256,7 +264,7 @@ def _rehearse_rank(
         micro = _make_fake(batch)
         step.know_ids(micro.inputs, batch.inputs)
         micros = [micro] * step.micros
-        step.run(micros)
+        step.run(micros[: world.layout.stages])
         memory.forget_peak()
         step.run(micros)
         step.close()
@@ -348,9 +356,7 @@ class _RehearsedStep:
             world.device,
             keeps_lowered_weights=plan.layout.fsdp == 1,
         )
-        self.micros = (
-            plan.accumulation if plan.layout.pp > 1 else min(plan.accumulation, _MOST_MICROS)
-        )
+        self.micros = min(plan.accumulation, _most_micros(plan.layout))
 
     def run(self, micros: Sequence[Batch]) -> None:
         """One step."""

@@ -54,8 +54,8 @@ def test_one_worker_exchanges_nothing() -> None:
     ("layout", "expected"),
     [
         (Layout(dp=4), {"dp": 2 * 3 / 4 * 4000}),
-        # Two gathers for each of 4 micro-batches and one reduction, of all weights.
-        (Layout(fsdp=2), {"fsdp": 9 * 1 / 2 * 4000}),
+        # Two gathers and one reduction for each of 4 micro-batches, of all weights.
+        (Layout(fsdp=2), {"fsdp": 12 * 1 / 2 * 4000}),
         # 4 all-reduces of the boundary in each of 4 blocks.
         (Layout(tp=2), {"tp": 4 * 4 * 2 * 1 / 2 * 1600}),
         (Layout(pp=2), {"pp": 2 * 1600}),

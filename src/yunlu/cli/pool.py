@@ -292,6 +292,7 @@ def submit(
     max_devices: Number = None,
     deadline: Annotated[str | None, Parameter(show_default=False)] = None,
     budget: Annotated[float | None, Parameter(show_default=False)] = None,
+    rehearse: bool = True,
     json: bool = False,
 ) -> int:
     """Queue a job. The pool starts it in its turn, and gives it devices as they become free.
@@ -309,6 +310,7 @@ def submit(
         max_devices: Most devices it is given.
         deadline: When it should be finished: 90min, 36h, 1d 12h from now.
         budget: Most it may cost, in dollars; it is paused when that is spent.
+        rehearse: Before a pool on other machines gets it, run a step on fake tensors, to find its errors.
         json: Print one JSON line.
     """
     from yunlu.spec.load import load_job, source_of  # noqa: PLC0415 (slow to import)
@@ -325,9 +327,12 @@ def submit(
         max_devices=max_devices,
         deadline=deadline,
         budget=budget,
+        rehearse=rehearse,
     )
     if json:
-        print_json({"run": queued.run, "dir": queued.dir, "pool_is_up": queued.pool_is_up})
+        answer = {"run": queued.run, "dir": queued.dir, "pool_is_up": queued.pool_is_up}
+        note = {"rehearsal_note": queued.rehearsal_note} if queued.rehearsal_note else {}
+        print_json(answer | note)
         return 0
     console = make_console()
     size = f"{queued.least}" if queued.is_rigid else f"{queued.least} or more"
@@ -336,6 +341,8 @@ def submit(
         console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
     else:
         console.print(f" yunlu pool shows the queue; yunlu pool why {queued.run} explains")
+    if queued.rehearsal_note:
+        console.print(f" {queued.rehearsal_note}", style="yellow", highlight=False)
     if near := queued.similar_team:
         text = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
         console.print(text, style="yellow")

@@ -329,6 +329,7 @@ def submit(
     max_devices: int | None = None,
     deadline: str | None = None,
     budget: float | None = None,
+    rehearse: bool = True,
 ) -> Run:
     """Queue a job for the pool, and return; the pool starts it in its turn.
 
@@ -342,6 +343,7 @@ def submit(
         max_devices: Most devices it is given.
         deadline: When it should be finished: ``90min``, ``36h``, ``1d 12h`` from now.
         budget: Most it may cost, in dollars; it is paused when that is spent.
+        rehearse: Before a pool on other machines gets it, run a step on fake tensors, to find its errors.
     """
     queued = default_client().submit(
         validate(job, overrides=overrides),
@@ -353,6 +355,7 @@ def submit(
         max_devices=max_devices,
         deadline=deadline,
         budget=budget,
+        rehearse=rehearse,
     )
     return Run(Path(queued.dir))
 

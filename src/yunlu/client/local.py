@@ -262,6 +262,16 @@ class LocalRuns(RunVerbs):
         return find_page(find_run(run))
 
 
+def _rehearsal_note(job: Job, plan: Plan | None) -> str:
+    """What a rehearsal has to say before the job is queued for other machines; raises the job's errors."""
+    from yunlu.jobs import lifecycle
+    from yunlu.jobs.submission_check import check_before_paying
+    from yunlu.scheduler.pool_store import PoolStore
+
+    settings = PoolStore(lifecycle.home()).read_settings()
+    return "" if settings is None else check_before_paying(job, plan, executor=settings.executor)
+
+
 def find_run(run: str) -> RunStore:
     """The run of an id, a unique prefix, ``last``, or a directory."""
     from yunlu.jobs import lifecycle
@@ -419,6 +429,7 @@ class LocalPool(PoolVerbs):
         max_devices: int | None = None,
         deadline: str | None = None,
         budget: float | None = None,
+        rehearse: bool = True,
     ) -> QueuedRun:
         from yunlu.jobs import lifecycle
         from yunlu.jobs.submitted_plan import resolve_plan
@@ -433,9 +444,11 @@ class LocalPool(PoolVerbs):
             deadline=deadline,
             budget_dollars=budget,
         )
+        chosen = plan
         job, plan = resolve_plan(job, plan)
+        note = _rehearsal_note(job, chosen) if rehearse else ""
         run = enqueue(job, options, source=source, plan=plan)
-        return view_submitted(lifecycle.home(), run)
+        return view_submitted(lifecycle.home(), run).model_copy(update={"rehearsal_note": note})
 
     def pool(self) -> PoolView:
         from yunlu.jobs import lifecycle

@@ -191,8 +191,12 @@ class PoolVerbs(Protocol):
         max_devices: int | None = None,
         deadline: str | None = None,
         budget: float | None = None,
+        rehearse: bool = True,
     ) -> QueuedRun:
-        """Queue a job; with a ``plan`` as in ``train``."""
+        """Queue a job; with a ``plan`` as in ``train``.
+
+        A step of it is rehearsed first where the pool runs on other machines, unless ``rehearse`` is false.
+        """
         ...
 
     def pool(self) -> PoolView:

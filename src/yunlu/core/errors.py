@@ -74,6 +74,12 @@ class ModelError(YunluError):
     code = "model"
 
 
+class RehearsalError(YunluError):
+    """A step cannot be rehearsed, which says nothing about training it."""
+
+    code = "rehearsal"
+
+
 class TrainingError(YunluError):
     """Training cannot go on: the loss is not finite, memory or disk ran out."""
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from yunlu.core.errors import ModelError, TrainingError, YunluError
+from yunlu.core.errors import ModelError, RehearsalError, TrainingError, YunluError
 from yunlu.core.files import make_directory, write_atomically
 from yunlu.core.imports import names_object
 from yunlu.core.limits import decode_json, read_json
@@ -77,10 +77,16 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE, measure: bool = T
     return result.model_copy(update={"seq": seq})
 
 
-def rehearse(job: Job, plan: Plan) -> Rehearsal:
+def rehearse(
+    job: Job, plan: Plan, *, limit_s: float | None = None, command: Sequence[str] = _REHEARSE
+) -> Rehearsal:
     """One step of the plan on fake tensors: its memory, and the errors that training would raise."""
     given = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
-    return Rehearsal.model_validate(ask_training(_REHEARSE, json.dumps(given))["found"])
+    try:
+        answer = ask_training(command, json.dumps(given), limit_s=limit_s)
+    except TrainingError as error:
+        raise RehearsalError(f"The rehearsal failed: {error.message}", hint=error.hint) from error
+    return Rehearsal.model_validate(answer["found"])
 
 
 def _described(job: Job, command: Sequence[str]) -> JobShape | None:
@@ -177,20 +183,28 @@ def _keep(path: Path, text: str) -> None:
 
 
 def ask_training(
-    command: Sequence[str], given: str, arguments: Sequence[str] = ()
+    command: Sequence[str],
+    given: str,
+    arguments: Sequence[str] = (),
+    *,
+    limit_s: float | None = None,
 ) -> dict[str, Any]:
     """Answer of a subprocess that may import torch; its errors are raised here."""
     if not command:
         raise ModelError("The model is not described anywhere, and was never measured.")
     require_training()
-    done = subprocess.run(  # noqa: S603 (our own interpreter and module)
-        [*command, *arguments],
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=worker_environment(),
-    )
+    try:
+        done = subprocess.run(  # noqa: S603 (our own interpreter and module)
+            [*command, *arguments],
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=worker_environment(),
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TrainingError(f"it took longer than {limit_s:.0f} s") from error
     try:
         answer: dict[str, Any] = decode_json(done.stdout)
     except ValueError as error:

@@ -71,9 +71,9 @@ def list_exchanges(
             )
 
     add("dp", "all-reduce", facts.gradient_bytes / (cut * layout.fsdp), 1)
-    # Gathered before both passes of every micro-batch, reduced once.
+    # Gathered before both passes of every micro-batch, and reduced after it.
     add("fsdp", "all-gather", gathered, 2 * micros * blocks)
-    add("fsdp", "reduce-scatter", gathered, blocks)
+    add("fsdp", "reduce-scatter", gathered, micros * blocks)
     # Two all-reduces in each pass of each block (Shoeybi et al. 2019, section 3).
     add("tp", "all-reduce", edge, 4 * blocks * micros)
     # Activations forward, gradients backward.

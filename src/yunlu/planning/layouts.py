@@ -74,6 +74,11 @@ class Layout(Value):
         return self.world == 1
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether each worker holds the whole model."""
+        return self.world == self.dp
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.stages_per_rank
@@ -224,14 +229,18 @@ def held_parts(layout: Layout, facts: SplitConstraints, share: WorkerShare) -> d
     cut = layout.tp * layout.pp
     ways, sharers = cut * layout.fsdp, layout.dp if layout.zero1 else 1
     buffers = 0.0
-    if layout.fsdp > 1:  # the current block and the next one are gathered
-        buffers = 2 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
+    if layout.fsdp > 1:
+        # The current block and the next one are gathered; so are the gradients of the current one, which
+        # are copied to be reduced.
+        buffers = 4 * facts.weight_bytes / (cut * max(facts.layers // layout.pp, 1))
     if facts.on_cpu:
         buffers += copies_bytes(layout, facts)
+    # Replicas exchange gradients in buckets, beside those of earlier micro-batches.
+    gradients = 2 if layout.dp > 1 and layout.fsdp == 1 and share.micros > 1 else 1
     return {
         "weights": facts.weight_bytes / ways,
         "optimizer": facts.state_bytes / (ways * sharers),
-        "gradients": facts.gradient_bytes / ways,
+        "gradients": gradients * facts.gradient_bytes / ways,
         "buffers": buffers,
         "activations": _activation_bytes(layout, facts, share),
     }
@@ -259,8 +268,9 @@ def peak_parts(
         passes_bytes: Measured peak of the process over some passes, without an optimiser.
     """
     parts = held_parts(layout, facts, share)
-    # While a checkpoint is written, a copy of each replica's part is alive.
-    parts["buffers"] += (parts["weights"] + parts["optimizer"]) / layout.dp
+    if facts.on_cpu:
+        # While a checkpoint is written, a copy of each replica's part is alive on the host.
+        parts["buffers"] += (parts["weights"] + parts["optimizer"]) / layout.dp
     parts["buffers"] += facts.weight_bytes if averages else 0.0
     gradients = parts["gradients"]
     if releases_gradients:

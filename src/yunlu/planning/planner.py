@@ -274,6 +274,7 @@ def fixed_bytes(job: Job, *, resident_bytes: float, parameters: int, trainable: 
         trainable=trainable,
         state_bytes=optimizer_state_bytes(job, trainable),
         activation_bytes_per_sample=0.0,
+        on_cpu=True,  # of a device that is not known yet: the one that takes more
     )
     parts = peak_parts(
         Layout(), facts, WorkerShare(micro_batch=1, micros=1),

@@ -160,6 +160,8 @@ class QueuedRun(Value):
     """It runs on exactly that number of devices."""
     similar_team: str | None = None
     """A team with a quota and a similar name, where the run's own team has none."""
+    rehearsal_note: str = ""
+    """Why it was not rehearsed, or what the rehearsal found; empty where there is nothing to say."""
 
 
 def view_pool(home: Path) -> PoolView:

@@ -170,7 +170,9 @@ class Engine:
         self.job, self.plan, self.task, self.splits = job, plan, inputs.task, inputs.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
         self.world: SingleWorld = world or SingleWorld(device=self.device)
-        self.model = inputs.model.to(self.device)
+        # Of a model that is cut, only a worker's part is moved to its device: the whole may not fit.
+        is_whole = self.world.layout.is_replicated
+        self.model = inputs.model.to(self.device) if is_whole else inputs.model
         self.micro_batch = plan.micro_batch
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)

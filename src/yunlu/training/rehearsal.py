@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from time import process_time
@@ -24,25 +26,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_parameters
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from yunlu.core.errors import ModelError, YunluError
+from yunlu.core.errors import ModelError, RehearsalError, YunluError
 from yunlu.core.limits import decode_json
-from yunlu.planning.layouts import AXES
+from yunlu.planning.layouts import AXES, Layout
 from yunlu.planning.plan import Plan, RankRehearsal, Rehearsal
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import lengths_of
 from yunlu.training.device import CPU, accelerator_kind
-from yunlu.training.engine import make_optimizer, wrap_model
+from yunlu.training.engine import make_average, make_optimizer, wrap_model
 from yunlu.training.memory.peak import LiveBytes
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.model_profiler import blank_job, fake_values
 from yunlu.training.models.adapter import add_adapter
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.parallel.pipeline import PendingReceive, StageMessage, StageTransport
+from yunlu.training.parallel.tensor_parallel import HeadInput, multiply_with_head
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
 from yunlu.training.single_worker import SingleCommunication
@@ -50,12 +57,22 @@ from yunlu.training.tasks.task import collate_for, open_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from typing import Self
 
+    from yunlu.training.parallel.tensor_parallel import LogitsHandling
     from yunlu.training.single_worker import WrappedModel
     from yunlu.training.tasks.task import Batch, Samples, Task
 
-_MOST_MICROS = 2
-"""Micro-batches that are rehearsed without a pipeline: the second one finds the gradients of the first."""
+
+def _most_micros(layout: Layout) -> int:
+    """Micro-batches after which nothing new is held.
+
+    The second one finds the gradients of the first. GPipe keeps all; a stage of the other schedules as
+    many as there are stages, and again as many beside the gradients.
+    """
+    if layout.pp == 1:
+        return 2
+    return sys.maxsize if layout.schedule == "gpipe" else 2 * layout.stages
 
 
 def rehearse(job: Job, plan: Plan) -> Rehearsal:
@@ -65,6 +82,8 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     splits = task.load(job)
     batch = _largest_batch(task, splits.train, plan)
     device = _fake_device(plan)
+    if plan.device != CPU.type:
+        _check_devices(job, plan, task, batch)
     ranks: list[RankRehearsal] = []
     sent: _Sent = {}
     with _fake_group(plan):
@@ -90,9 +109,23 @@ def _kinds_of_ranks(plan: Plan) -> list[int]:
 
 
 def _fake_device(plan: Plan) -> torch.device:
-    """The plan's own kind of device where this process has one: its kernels decide what is kept."""
+    """The plan's own kind of device where this process has one: its kernels decide what is kept.
+
+    The CPU's attention in one kernel stands in for that of a device for whose fake tensors torch has none.
+    """
     kind = accelerator_kind()
-    return torch.device(kind, 0) if kind is not None and kind == plan.device else CPU
+    if kind is None or kind != plan.device:
+        return CPU
+    device = torch.device(kind, 0)
+    return device if _fuses_attention(device) else CPU
+
+
+def _fuses_attention(device: torch.device) -> bool:
+    """Whether torch takes one kernel for attention among fake tensors of this device."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _KernelNames() as kernels:
+        query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    return any("attention" in name for name in kernels.names)
 
 
 def _largest_batch(task: Task, samples: Samples, plan: Plan) -> Batch:
@@ -109,6 +142,23 @@ def _largest_batch(task: Task, samples: Samples, plan: Plan) -> Batch:
     return collate_for(task, plan.padding)(full)
 
 
+def _check_devices(job: Job, plan: Plan, task: Task, batch: Batch) -> None:
+    """One forward pass with the model on another device than the tensors that its code makes on the host.
+
+    The device of the rehearsal may be the host itself, where such tensors would not be noticed.
+    """
+    where = torch.device("meta")
+    with _explained(0, plan, only=_MIXED), FakeTensorMode(allow_non_fake_inputs=True):
+        with where:
+            model = _build(job, task)
+            inputs = _make_fake(batch)
+        with _RehearsedBytes():
+            task.loss(model, inputs)
+
+
+_MIXED = re.compile(r"two (different )?devices")
+
+
 @contextmanager
 def _fake_group(plan: Plan) -> Generator[None]:
     """A default process group of all workers whose collectives return at once."""
@@ -121,12 +171,30 @@ def _fake_group(plan: Plan) -> Generator[None]:
     plain = {name: getattr(DeviceMesh, name) for name in _MESH_MAKERS}
     for name, make in plain.items():
         setattr(DeviceMesh, name, _with_real_numbers(make))
+    chunk: Any = fsdp_parameters._chunk_with_empty
+    fsdp_parameters._chunk_with_empty = _Chunks  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
+        fsdp_parameters._chunk_with_empty = chunk
         for name, make in plain.items():
             setattr(DeviceMesh, name, make)
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """Chunks of a tensor, made when they are asked for: of 512, FSDP2 takes two."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, number: int) -> Tensor:
+        start = number * self._size
+        left = self._tensor.size(self._dim) - start
+        if left <= 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, left))
 
 
 _MESH_MAKERS = ("__init__", "__getitem__", "_concatenate", "_flatten")
@@ -143,30 +211,60 @@ def _with_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _explained(rank: int, plan: Plan) -> Generator[None]:
-    """Errors of a step as errors of the job."""
+def _explained(rank: int, plan: Plan, *, only: re.Pattern[str] | None = None) -> Generator[None]:
+    """Errors of a step as errors of the job; ``only`` those that match."""
     try:
         yield
     except YunluError:
-        raise
+        if only is None:
+            raise
     except Exception as error:
         where = "" if plan.layout.is_single else f" on worker {rank} of {plan.layout.world}"
         reason = " ".join(str(error).split())[:300]
+        if only is not None and only.search(reason) is None:
+            return
+        if _needs_values(error):
+            raise RehearsalError(
+                f"The step cannot be rehearsed{where}: {type(error).__name__}: {reason}",
+                hint="It depends on values, or on an operator whose shapes torch does not know; "
+                "it may train all the same.",
+            ) from error
         raise ModelError(
             f"The step fails{where} under {plan.layout}: {type(error).__name__}: {reason}",
             hint="The same step would fail in training: change the model, or the layout.",
         ) from error
 
 
+def _needs_values(error: BaseException) -> bool:
+    """Whether fake tensors are to blame, or the operators that do not know them."""
+    causes: list[BaseException] = []
+    while error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__ or error
+    return any(isinstance(cause, _FAKE_ERRORS) for cause in causes)
+
+
+_FAKE_ERRORS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
 def _rehearse_rank(
     job: Job, plan: Plan, world: World, task: Task, batch: Batch, *, sent: _Sent
 ) -> RankRehearsal:
-    memory = LiveBytes()
+    memory = _RehearsedBytes()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.device(world.device), memory, _HealthyReads():
+    head = _RehearsedHead() if world.layout.tp > 1 else contextlib.nullcontext()
+    with fake, torch.device(world.device), head, memory:
         step = _RehearsedStep(job, plan, task, world, memory=memory, sent=sent)
-        micros = [_make_fake(batch)] * step.micros
-        step.run(micros)
+        micro = _make_fake(batch)
+        step.know_ids(micro.inputs, batch.inputs)
+        micros = [micro] * step.micros
+        step.run(micros[: world.layout.stages])
         memory.forget_peak()
         step.run(micros)
         step.close()
@@ -235,23 +333,30 @@ class _RehearsedStep:
     ) -> None:
         self.task, self.memory = task, memory
         memory.phase = "weights"
+        self._largest_ids: dict[int, int] = {}
         model = _build(job, task)
         model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(self._check_ids)
         apply_recompute(model, plan.recompute, share=plan.recompute_share)
         self.wrapped: WrappedModel = wrap_model(model, world, _NoCommunication(plan))
         pipeline: Any = getattr(self.wrapped, "_pipeline", None)
         if pipeline is not None:
             pipeline.use_transport(_RehearsedTransport(sent, pipeline.rank, world.device))
         self.optimizer, self._release = make_optimizer(job, plan, model, self.wrapped.optimized)
+        self._model, decay = model, job.train.ema
+        memory.phase = "averaged weights" if decay else memory.phase
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # copying a fake tensor asks for its address
+            self._average = make_average(model, decay) if decay else None
         name = "bf16" if plan.precision in {"fp16", "fp8"} else plan.precision
         self._precision = Precision(
             "fp32" if name == "tf32" else name,
             world.device,
             keeps_lowered_weights=plan.layout.fsdp == 1,
         )
-        self.micros = (
-            plan.accumulation if plan.layout.pp > 1 else min(plan.accumulation, _MOST_MICROS)
-        )
+        self.micros = min(plan.accumulation, _most_micros(plan.layout))
 
     def run(self, micros: Sequence[Batch]) -> None:
         """One step."""
@@ -266,9 +371,30 @@ class _RehearsedStep:
         memory.phase = "update"
         self.optimizer.step()
         wrapped.publish()
+        if self._average is not None:
+            self._average.update_parameters(self._model)
         memory.assign("optimiser state", _state_of(self.optimizer))
         self.optimizer.zero_grad(set_to_none=True)
         wrapped.drop_gradients()
+
+    def know_ids(self, fake: Any, real: Any) -> None:
+        """Remember the largest number in each tensor: fake ones have none."""
+        pairs = zip(tree_iter(fake), tree_iter(real), strict=True)
+        for tensor, values in pairs:
+            if isinstance(values, Tensor) and values.dtype == torch.int64 and values.numel():
+                with _no_modes():
+                    self._largest_ids[_storage_of(tensor)] = int(values.max())
+
+    def _check_ids(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        ids, entries = args[0] if args else None, getattr(module, "num_embeddings", 0)
+        if not isinstance(ids, Tensor) or isinstance(ids, DTensor):
+            return
+        largest = self._largest_ids.get(_storage_of(ids), -1)
+        if largest >= entries:
+            raise ModelError(
+                f"An embedding of {entries} entries is asked for number {largest} (the first is 0).",
+                hint="Build the model for the vocabulary of the data.",
+            )
 
     def close(self) -> None:
         """Remove the hooks from the weights."""
@@ -280,6 +406,11 @@ class _RehearsedStep:
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
+
+
+def _storage_of(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
 
 
 def _build(job: Job, task: Task) -> nn.Module:
@@ -378,15 +509,63 @@ _READ: dict[Any, Any] = {
 }
 
 
-class _HealthyReads(TorchDispatchMode):
-    """Answers whoever reads the value of a fake tensor."""
+_DEVICE: Any = torch.ops.prim.device.default
+
+
+class _RehearsedBytes(LiveBytes):
+    """Also answers whoever reads the value of a fake tensor; one mode, since each costs every operator."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0] if args else None, FakeTensor):
+            if func is _DEVICE:  # asked about twice as often as operators are called
+                return args[0].fake_device
+            if func in _READ:
+                return _READ[func](*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _RehearsedHead(TorchFunctionMode):
+    """Does what ``HeadInput`` does: a fake tensor cannot become a tensor of another class."""
+
+    def __enter__(self) -> Self:
+        self._plain_of: Any = HeadInput.of
+        self._handling: LogitsHandling | None = None
+
+        def remember(x: Tensor, handling: LogitsHandling) -> Tensor:
+            self._handling = handling
+            return x
+
+        HeadInput.of = remember  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        HeadInput.of = self._plain_of
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        is_head = func is nn.functional.linear and isinstance(args[1], DTensor)
+        if is_head and not isinstance(args[0], DTensor) and self._handling is not None:
+            return multiply_with_head(*args, handling=self._handling, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _KernelNames(TorchDispatchMode):
+    """Names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        if func in _READ and isinstance(args[0], FakeTensor):
-            return _READ[func](*args)
+        self.names.add(str(func))
         return func(*args, **(kwargs or {}))
 
 

@@ -65,7 +65,7 @@ def test_json_is_the_options(job: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_explain_tells_every_component(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, job, "--explain", "--top", "1")
-    for word in ("activations", "gradients", "optimizer", "computing", "a step", "start up"):
+    for word in ("activations", "weights", "optimizer", "computing", "a step", "start up"):
         assert word in out
 
 

@@ -54,8 +54,8 @@ def test_one_worker_exchanges_nothing() -> None:
     ("layout", "expected"),
     [
         (Layout(dp=4), {"dp": 2 * 3 / 4 * 4000}),
-        # Two gathers for each of 4 micro-batches and one reduction, of all weights.
-        (Layout(fsdp=2), {"fsdp": 9 * 1 / 2 * 4000}),
+        # Two gathers and one reduction for each of 4 micro-batches, of all weights.
+        (Layout(fsdp=2), {"fsdp": 12 * 1 / 2 * 4000}),
         # 4 all-reduces of the boundary in each of 4 blocks.
         (Layout(tp=2), {"tp": 4 * 4 * 2 * 1 / 2 * 1600}),
         (Layout(pp=2), {"pp": 2 * 1600}),
@@ -76,19 +76,27 @@ def test_every_message_has_its_latency() -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, zero1=True), Layout(fsdp=2, tp=2)])
 def test_the_peak_is_what_is_held_and_a_copy_for_the_checkpoint(layout: Layout) -> None:
     share = worker_share(layout, batch=8, micro_batch=2)
-    parts = peak_parts(layout, FACTS, share, process_bytes=500.0)
+    here = FACTS.model_copy(update={"on_cpu": True})
+    parts = peak_parts(layout, here, share, process_bytes=500.0)
     copy = (parts["weights"] + parts["optimizer"]) / layout.dp
-    assert sum(parts.values()) == pytest.approx(500 + worker_bytes(layout, FACTS, share) + copy)
-    more = peak_parts(layout, FACTS, share, process_bytes=500.0, averages=True)
+    assert sum(parts.values()) == pytest.approx(500 + worker_bytes(layout, here, share) + copy)
+    more = peak_parts(layout, here, share, process_bytes=500.0, averages=True)
     assert sum(more.values()) == pytest.approx(sum(parts.values()) + FACTS.weight_bytes)
+
+
+def test_the_copy_for_the_checkpoint_is_not_on_an_accelerator() -> None:
+    share = worker_share(Layout(), batch=8, micro_batch=2)
+    parts = peak_parts(Layout(), FACTS, share, process_bytes=500.0)
+    assert sum(parts.values()) == pytest.approx(500 + worker_bytes(Layout(), FACTS, share))
 
 
 def test_measured_passes_stand_for_weights_gradients_and_activations() -> None:
     share = worker_share(Layout(), batch=8, micro_batch=2)
-    parts = peak_parts(Layout(), FACTS, share, process_bytes=500.0, passes_bytes=9e4)
+    here = FACTS.model_copy(update={"on_cpu": True})
+    parts = peak_parts(Layout(), here, share, process_bytes=500.0, passes_bytes=9e4)
     assert sum(parts.values()) == pytest.approx(9e4 + 8000 + (4000 + 8000))
     released = peak_parts(
-        Layout(), FACTS, share, process_bytes=500.0, passes_bytes=9e4, releases_gradients=True
+        Layout(), here, share, process_bytes=500.0, passes_bytes=9e4, releases_gradients=True
     )
     assert sum(released.values()) == pytest.approx(sum(parts.values()) - FACTS.gradient_bytes)
 

@@ -63,8 +63,8 @@ def job(**parts: Any) -> Job:
         (3, 17e6, 1, "dp3"),
         (4, 15e6, 1, "fsdp4"),
         (8, 15e6, 2, "dp2 x fsdp4"),
-        (8, 5.0e6, 2, "fsdp8"),  # half a shard each is not enough: over the nodes, too
-        (4, 5.8e6, 1, "fsdp2 x tp2"),  # a gathered block is cut as well
+        (8, 7.0e6, 2, "fsdp8"),  # half a shard each is not enough: over the nodes, too
+        (4, 7.0e6, 1, "fsdp2 x tp2"),  # a gathered block is cut as well
     ],
 )
 def test_the_plainest_layout_that_fits_is_chosen(

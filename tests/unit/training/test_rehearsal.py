@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from yunlu.core.errors import ModelError
+from yunlu.core.errors import ModelError, RehearsalError
 from yunlu.planning.layouts import Layout
 from yunlu.planning.plan import Plan, Prediction, Rehearsal
 from yunlu.spec.job import Job
@@ -36,9 +36,10 @@ def make_job(**model: Any) -> Job:
 
 def make_plan(layout: Layout | None = None, **settings: Any) -> Plan:
     layout = layout or Layout()
+    settings = {"device": "cpu"} | settings
     micro_batch, accumulation = settings.pop("micro_batch", 4), settings.pop("accumulation", 1)
     return Plan(
-        device="cpu", threads=1, micro_batch=micro_batch, accumulation=accumulation, layout=layout,
+        threads=1, micro_batch=micro_batch, accumulation=accumulation, layout=layout,
         batch=micro_batch * accumulation * layout.replicas, steps=10, steps_per_epoch=10,
         warmup_steps=0, lr=1e-3, weight_decay=0.01, evaluate_every=0, checkpoint_every=0,
         best_metric="loss", stopping_metric="loss", workers=0, choices=(),
@@ -84,6 +85,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one kernel a weight": {"kernel": "single"},
 }
 LORA = {"adapter": {"rank": 4}}
+
+
+def test_a_rehearsed_moving_average_takes_what_the_real_one_takes() -> None:
+    job = make_job()
+    train = job.train.model_copy(update={"ema": 0.9})
+    job, plan = job.model_copy(update={"train": train}), make_plan()
+    assert rehearse(job, plan).peak_bytes == pytest.approx(real_peak(job, plan), rel=0.03)
+
+
+def test_a_split_vocabulary_can_be_rehearsed() -> None:
+    whole = Layout(tp=2, sequence=True)
+    cut = Layout(tp=2, sequence=True, vocabulary=True)
+    job = Job.model_validate(
+        make_job().model_dump()
+        | {
+            "data": {
+                "train": "synthetic:reviews",
+                "max_length": 64,
+                "tokenizer": "bpe",
+                "vocabulary": 512,
+            }
+        }
+    )
+    peaks = [rehearse(job, make_plan(layout)).peak_bytes for layout in (whole, cut)]
+    assert peaks[1] < 0.95 * peaks[0]
+
+
+def test_sharded_gradients_never_pile_up_over_micro_batches() -> None:
+    job, layout = make_job(args={"width": 256, "layers": 8, "heads": 4}), Layout(fsdp=8)
+    once, often = (
+        rehearse(job, make_plan(layout, accumulation=count, micro_batch=1)).peak_bytes
+        for count in (1, 2)
+    )
+    assert often - once < 0.3 * 4 * count_weights(job)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -141,8 +176,11 @@ def test_owned_optimiser_state_is_divided_among_replicas() -> None:
 
 
 def test_each_pipeline_stage_is_rehearsed() -> None:
-    plan = make_plan(Layout(pp=3), accumulation=4, micro_batch=2)
+    plan = make_plan(Layout(pp=3), accumulation=6, micro_batch=2)
     rehearsal = rehearse(make_job(), plan)
+    # From then on a schedule repeats itself: more micro-batches take more time, not more memory.
+    many = rehearse(make_job(), plan.model_copy(update={"accumulation": 1000}))
+    assert [rank.peak_bytes for rank in many.ranks] == [rank.peak_bytes for rank in rehearsal.ranks]
     assert [rank.rank for rank in rehearsal.ranks] == [0, 1, 2]
     # The first stage holds the activations of all micro-batches that are under way.
     first, *_, last = rehearsal.ranks
@@ -172,11 +210,6 @@ def test_every_family_of_layouts_can_be_rehearsed(layout: Layout) -> None:
         assert sum(rank.parts.values()) == pytest.approx(rank.peak_bytes, rel=1e-6)
 
 
-def test_a_layout_that_cannot_be_is_refused_as_in_training() -> None:
-    with pytest.raises(ModelError, match="4 heads cannot be divided among 3 workers"):
-        rehearse(make_job(), make_plan(Layout(tp=3)))
-
-
 class WrongWidth(torch.nn.Module):
     """Its second layer takes more than its first one gives."""
 
@@ -188,15 +221,62 @@ class WrongWidth(torch.nn.Module):
         return self.second(self.first(images.flatten(1)))
 
 
-def test_an_error_of_shape_is_found_before_anyone_pays() -> None:
-    job = Job.model_validate(
-        {
-            "task": "image-classification",
-            "model": f"{__name__}:WrongWidth",
-            "data": "sklearn:digits",
-        }
-    )
-    with pytest.raises(ModelError, match=r"The step fails under single: .* same reduction dim"):
+class TwoDevices(torch.nn.Linear):
+    """It makes a tensor on the host, wherever the model is."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images.flatten(1)) + torch.zeros(10)
+
+
+class ReadsValues(torch.nn.Linear):
+    """Its shapes depend on values, which fake tensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images.flatten(1)) + images[images > 0].sum()
+
+
+class SmallVocabulary(torch.nn.Module):
+    """Its embedding has fewer entries than there are tokens."""
+
+    def __init__(self, vocabulary: int, max_length: int) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(80, 8), torch.nn.Linear(8, vocabulary)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids))
+
+
+DIGITS = {"task": "image-classification", "data": "sklearn:digits"}
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "shape": (DIGITS, {}, r"The step fails under single: .* same reduction dim"),
+    "devices": (DIGITS, {"device": "cuda"}, "at least two devices, meta and cpu"),
+    "vocabulary": ({}, {}, "embedding of 80 entries is asked for number"),
+    "heads": ({}, {"layout": Layout(tp=3)}, "4 heads cannot be divided among 3 workers"),
+    "stages": ({}, {"layout": Layout(pp=5)}, "3 layers are fewer than 5 stages"),
+}
+MODELS = {"shape": WrongWidth, "devices": TwoDevices, "vocabulary": SmallVocabulary}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_is_found_before_anyone_pays(name: str) -> None:
+    given, settings, words = WRONG[name]
+    job = make_job()
+    if name in MODELS:
+        model = {"name": f"{__name__}:{MODELS[name].__name__}"}
+        job = Job.model_validate(job.model_dump(exclude={"model"}) | {"model": model} | given)
+    with pytest.raises(ModelError, match=words):
+        rehearse(job, make_plan(**{"layout": Layout(), **settings}))
+
+
+def test_what_fake_tensors_cannot_do_is_not_blamed_on_the_job() -> None:
+    job = Job.model_validate(DIGITS | {"model": f"{__name__}:ReadsValues"})
+    with pytest.raises(RehearsalError, match="cannot be rehearsed: DynamicOutputShape"):
         rehearse(job, make_plan())
 
 

@@ -42,11 +42,17 @@ NAMES = (
     "attention_bytes",
     "mlp_bytes",
     "score_bytes",
-    # Of that, what selective recomputation keeps.
+    # Of that, what selective recomputation keeps; bytes per unit of width that full recomputation does.
     "selective_share",
+    "input_bytes",
     # Per token and word of the vocabulary; per token and unit of width, once.
     "logit_bytes",
     "embedding_bytes",
+    # Per weight: copies in 16 bits that live from the forward pass to the backward pass.
+    "lowered_bytes",
+    # 1 where gradients are made in the room that activations leave, unless an earlier pass or the
+    # exchange between replicas holds some already.
+    "passing_gradients",
     # What a step of the optimiser needs beside, per weight of its share.
     "step_bytes",
     # Of libraries: for each process, and for each process they talk to.
@@ -369,7 +375,9 @@ class _Peak:
         if np.any(c["score_bytes"] > 0):
             everything = computed + c["score_bytes"] * points.heads * points.seq / points.tp
         thrifty = np.where(
-            points.recompute == 1.0, c["selective_share"] * computed, 2.0 * points.hidden / cut
+            points.recompute == 1.0,
+            c["selective_share"] * computed,
+            c["input_bytes"] * points.hidden / cut,
         )
         self.edge = c["embedding_bytes"] * points.hidden / cut
         if points.activation_bytes is not None:
@@ -395,26 +403,61 @@ class _Peak:
             return dense / ways + experts / np.maximum(points.ep, ways)
 
         flying = self._flying() if first else 1.0
-        activations = self.scale * (self.kept * layers * flying + self.again + self.edge)
+        activations = self.scale * (self.kept * layers * flying + self.edge)
         logits = c["logit_bytes"] * self.tokens * points.vocab / points.tp
         if first:
             logits = logits * alone
+        # Logits are gone before the first block is computed again; what was fitted adds up both.
+        again = self.scale * self.again
+        activations = activations + np.where(
+            c["passing_gradients"] > 0.0, np.maximum(0.0, again - logits), again
+        )
+        whole = dense + experts / points.ep
+        if np.any(c["lowered_bytes"] > 0):
+            # Recomputed from gathered weights, a block's copies last as long as the block.
+            lasts = ~self.is_wide & ((self.weight_ways == 1.0) | (points.recompute == 0.0))
+            activations = activations + c["lowered_bytes"] * lasts * self.trained * whole
+        gradients = self.gradient_bytes * shared(self.gradient_ways)
+        if np.any(c["passing_gradients"] > 0):
+            gradients = self._held_gradients(gradients, activations + logits)
         mine = shared(self.optimizer_ways)
         step = c["step_bytes"] * self.trained * mine
-        buffers = self._gathered(dense + experts / points.ep) + np.maximum(
-            0.0, step - activations - logits
-        )
-        flat = c["shard_bytes"] * self.trained * (dense + experts / points.ep)
+        gathered = self._gathered(whole)
+        if np.any(c["passing_gradients"] > 0):
+            gathered = self._passing_units(gathered, logits)
+        buffers = gathered + np.maximum(0.0, step - activations - logits)
+        flat = c["shard_bytes"] * self.trained * whole
         buffers += np.where((self.optimizer_ways > 1.0) & (self.weight_ways == 1.0), flat, 0.0)
         return {
             "weights": self.weight_bytes * shared(self.weight_ways),
-            "gradients": self.gradient_bytes * shared(self.gradient_ways),
+            "gradients": gradients,
             "optimizer": self.optimizer_bytes * mine,
             "activations": activations,
             "logits": logits,
             "buffers": buffers,
             "framework": c["framework_bytes"] + c["rank_bytes"] * points.devices,
         }
+
+    def _passing_units(self, gathered: Column, logits: Column) -> Column:
+        """Beside logits only the last block and the tables are whole; its gradients come when they go."""
+        points = self.points
+        unit = self.block - self.experts + self.experts / points.ep
+        width = np.where(self.trained < 1.0, points.base_bytes, 4.0)
+        least = width * (unit + self.table) / points.tp
+        fewer = np.maximum(np.minimum(gathered, least), gathered - logits)
+        return np.where(self.c["passing_gradients"] > 0.0, fewer, gathered)
+
+    def _held_gradients(self, gradients: Column, passing: Column) -> Column:
+        """Gradients beside what a pass keeps at its fullest.
+
+        Those of earlier passes, once; of replicas also the buckets that they are exchanged in. Else
+        they take the place of activations, and count where they are more.
+        """
+        points, c = self.points, self.c
+        buckets = (points.dp > 1.0) & (points.fsdp == 1.0)
+        held = gradients * (1.0 * buckets + (points.micros > 1.0))
+        rest = np.where(held > 0.0, held, np.maximum(0.0, gradients - passing))
+        return np.where(c["passing_gradients"] > 0.0, rest, gradients)
 
     def _flying(self) -> Column:
         """Passes that the first stage has begun and not ended, in whole stages.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Self
 
 
@@ -101,13 +101,13 @@ class LiveBytes(TorchDispatchMode):
         func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if _is_distributed(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, Tensor) and value.device.type != "meta":
+        for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(value, Tensor) and _device_of(value).type != "meta":
                 key = _key(value)
                 # Views and in-place results own no memory.
                 if key in self._held or not _shares(key, args, kwargs):
@@ -142,6 +142,11 @@ class LiveBytes(TorchDispatchMode):
         if held is not None:
             self.now -= held.nbytes
             self._by_part[held.part] -= held.nbytes
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    # Asking a fake tensor for its device is an operator of its own.
+    return getattr(tensor, "fake_device", None) or tensor.device
 
 
 def _is_distributed(types: Any) -> bool:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from yunlu.training.parallel.placement import move_in_place
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, blocks: Sequence[nn.Module]) -> None:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    blocks: Sequence[nn.Module],
+    device: torch.device | None = None,
+) -> None:
     """Shard every weight over the mesh, along its first dimension; each block is gathered separately.
 
     Applied after tensor parallelism. Weights outside blocks are gathered with the model.
@@ -28,13 +36,15 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, blocks: Sequence[nn.Module]) ->
         model: Its weights become DTensors, in place.
         mesh: One axis, or two: replicas, then shards.
         blocks: See ``find_blocks``.
+        device: Where the shards belong; never more than one block is there as a whole.
     """
     for weight in model.parameters():
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
-    for block in reversed(_separate_blocks(model, blocks)):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*reversed(_separate_blocks(model, blocks)), model):
+        if device is not None:
+            move_in_place(module, device)
+        fully_shard(module, mesh=mesh)
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         # Otherwise torch uses a scaled sum, which only NCCL supports.
@@ -57,9 +67,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def set_sync(model: nn.Module, *, last: bool) -> None:
-    """Before each backward pass: gradients are reduced in the last one only."""
+    """Before each backward pass: replicas of the shards add up the gradients in the last one only.
+
+    Shards are reduced in each: until then every worker would hold the gradients of the whole model.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last)
+    model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from yunlu.training.communication.allreducer import TorchAllReducer
 from yunlu.training.device import sum_type
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
+from yunlu.training.parallel.placement import move_in_place
 from yunlu.training.parallel.redistribute import redistribute
 from yunlu.training.parallel.sync_batch_norm import remove_sync, synchronise_batch_norm, uncounted
 from yunlu.training.parallel.zero import OwnedWeights
@@ -47,7 +48,7 @@ class ParallelModel:
         """``summation`` adds up the gradients of replicas; torch's own where none is given."""
         layout = world.layout
         self.world, self._allreducer, self._bucket_bytes = world, allreducer, bucket_bytes
-        self._is_partitioned = layout.fsdp > 1 or layout.tp > 1 or layout.pp > 1
+        self._is_partitioned = not layout.is_replicated
         self._whole = model
         self._stages: dict[int, nn.Module] = {0: model}
         self._shared: dict[str, list[int]] = {}
@@ -57,6 +58,8 @@ class ParallelModel:
 
             self._parallelize = parallelize
             self._stages, self._shared = parallelize.parallelize(model, world)
+            for stage in self._stages.values():
+                move_in_place(stage, world.device)
         self.parts = list(self._stages.values())
         self.weights = _trained(self.parts)
         self.leaves = [_leaf(weight) for weight in self.weights]

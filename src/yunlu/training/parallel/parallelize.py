@@ -65,7 +65,7 @@ def parallelize(
         mesh = world.axis("dp", "fsdp")
         assert mesh is not None
         for stage in stages.values():
-            shard(stage, mesh, blocks=find_blocks(stage))
+            shard(stage, mesh, blocks=find_blocks(stage), device=world.device)
     return stages, shared
 
 

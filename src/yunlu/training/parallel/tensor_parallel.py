@@ -114,11 +114,14 @@ class HeadInput(Tensor):
             if func is functional.linear and isinstance(args[1], DTensor):
                 x: HeadInput = args[0]
                 plain = x.as_subclass(Tensor)
-                replicated = DTensor.from_local(
-                    plain, x.handling.mesh, [Replicate()], run_check=False
-                )
-                return x.handling.convert(func(replicated, *args[1:], **(kwargs or {})))
+                return multiply_with_head(plain, *args[1:], handling=x.handling, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
+
+
+def multiply_with_head(x: Tensor, *weights: Any, handling: LogitsHandling, **named: Any) -> Tensor:
+    """The logits of a plain tensor."""
+    replicated = DTensor.from_local(x, handling.mesh, [Replicate()], run_check=False)
+    return handling.convert(functional.linear(replicated, *weights, **named))
 
 
 class ShardedLoss(TorchFunctionMode):

@@ -6,6 +6,7 @@ what is specific to a kind stands in ``device_kinds/``, one file each. Nowhere e
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from yunlu.training.device_kinds.kind import DeviceKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 _KINDS = {"cuda": "CudaKind", "npu": "NpuKind", "xpu": "XpuKind", "mps": "MpsKind"}
@@ -127,6 +128,23 @@ def max_memory_bytes(device: torch.device) -> int | None:
     return kind_of(device.type).max_memory_bytes(device) if is_accelerator(device) else None
 
 
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device. Weights that its modules share stay shared.
+
+    Torch replaces the parameters of a model that it moves to a device of another maker (PrivateUse1),
+    each for itself.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(weight, []).append((module, name))
+    model.to(device)
+    for (first, kept), *others in places.values():
+        for module, name in others:
+            setattr(module, name, first.get_parameter(kept))
+    return model
+
+
 def used_kind() -> str | None:
     """The kind of accelerator that this process has begun to use; None if it uses none."""
     accelerator = torch.accelerator.current_accelerator()
@@ -140,6 +158,20 @@ def random_state() -> Tensor | None:
     """State of the current device's generator; None if this process uses no accelerator."""
     kind = used_kind()
     return None if kind is None else kind_of(kind).module.get_rng_state()
+
+
+@contextmanager
+def random_kept() -> Generator[None]:
+    """Draw random numbers inside the block without changing those after it.
+
+    ``torch.random.fork_rng`` initialises every device of the machine.
+    """
+    on_host, on_device = torch.get_rng_state(), random_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_host)
+        restore_random_state(on_device)
 
 
 def restore_random_state(state: Tensor | None) -> None:

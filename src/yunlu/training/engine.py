@@ -26,6 +26,7 @@ from yunlu.training.compiler import (
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
 from yunlu.training.determinism import seed_step
+from yunlu.training.device import move_model
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
 from yunlu.training.guard import Guard, StepVerdict
@@ -148,7 +149,7 @@ class Engine:
         self.job, self.plan, self.task, self.splits = job, plan, inputs.task, inputs.splits
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
         self.world: SingleWorld = world or SingleWorld(device=self.device)
-        self.model = inputs.model.to(self.device)
+        self.model = move_model(inputs.model, self.device)
         self.micro_batch = plan.micro_batch
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)

@@ -10,6 +10,7 @@ import torch
 
 from yunlu.runs.events import Evaluated
 from yunlu.training.data.batches import sequential_batches
+from yunlu.training.device import random_kept
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ def evaluate(
     model.eval()
     scorer, total, items = task.scorer(), torch.zeros((), device=device), 0
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with random_kept(), torch.no_grad():
             for batch in sequential_batches(
                 samples, task.collate, micro_batch=micro_batch, workers=workers
             ):

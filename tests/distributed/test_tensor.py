@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import run_world
 from yunlu.planning.layouts import Layout
-from yunlu.training.device import move_model
+from yunlu.training.device import is_accelerator, move_model
 from yunlu.training.models.networks import MLP
 from yunlu.training.models.transformer import (
     CausalTransformer,
@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
     "dropout": (partial(language, dropout=0.3), texts, 2),
 }
 DRAWING = ("dropout", "mlp")
-"""Those that draw random numbers, which are other ones on other devices."""
+"""Those that drop at random: on a device, the dropout of whole tensors is a kernel that draws otherwise."""
 FEW = ("tied", "odd vocabulary", "one token", "packed")
 MLPS: dict[str, Case] = {
     "mlp": (partial(MLP, inputs=6, outputs=3, hidden=[8, 12, 8], dropout=0.2), rows, STEPS),
@@ -297,10 +297,10 @@ def _compare(
     mesh = world.axis("tp")
     assert mesh is not None
     for label, (build, batches, steps) in cases.items():
+        if label in DRAWING and is_accelerator(world.device):
+            continue
         torch.manual_seed(1)
         alone = build()
-        if label in DRAWING:
-            move_model(alone, world.device)
         cut = move_model(copy.deepcopy(alone), world.device)
         apply_tensor_parallel(cut, mesh, **options)
         if not isinstance(batches(0)[0], dict):
@@ -308,9 +308,7 @@ def _compare(
                 alone.eval(), cut.eval()
                 scores = cut(*_moved(batches(3), world.device)[0])
                 assert type(scores) is Tensor, label
-                device = next(alone.parameters()).device
-                whole_scores = alone(*_moved(batches(3), device)[0])
-                torch.testing.assert_close(scores.cpu(), whole_scores.cpu())
+                torch.testing.assert_close(scores.cpu(), alone(*batches(3)[0]))
                 alone.train(), cut.train()
         before = Trained(alone, batches, steps=steps, smoothing=smoothing)
         after = Trained(cut, batches, steps=steps, smoothing=smoothing)

@@ -21,7 +21,7 @@ from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, wr
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
-from yunlu.training.device import accelerator_kind, move_model
+from yunlu.training.device import accelerator_kind
 from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, split_revision
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.models.networks import allow_single_samples
@@ -159,7 +159,7 @@ def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
     """Convert layers of suitable shape to FP8; ``check_precision`` checks the device."""
     device = torch.device(accelerator_kind() or "cpu")
     check_precision("fp8", device)
-    if not convert_to_fp8(move_model(model, device), device):
+    if not convert_to_fp8(model.to(device), device):
         directory.warn("train.precision is fp8, but no layer of this model has a suitable shape.")
 
 

@@ -67,6 +67,7 @@ DOES_NOT_APPLY: dict[str, str] = {
     f"{UNIT}/tasks/test_image_classification.py::test_a_keras_model": _KERAS,
     f"{UNIT}/models/test_hf.py::test_a_directory_is": _LOADED,
     f"{UNIT}/models/test_hf.py::test_a_head_for_other": _LOADED,
+    f"{UNIT}/precision/test_adaptive.py::test_a_compiled_model": "it is compiled for no such device",
     f"{UNIT}/test_quantize.py::test_fine_tuning_for_int8": _INT8,
     f"{UNIT}/test_quantize.py::test_the_int8_model": _INT8,
     f"{UNIT}/test_quantize.py::test_tied_heads": _INT8,

@@ -38,4 +38,4 @@ def test_nine_of_ten_training_tests_run_on_the_device(name: str, tmp_path: Path)
 
 
 def test_one_worker_learns_to_the_bit_as_on_the_cpu(on_pretend: Callable[..., str]) -> None:
-    on_pretend([PROGRAMS / "training.py"], PRETEND_POISON="1")
+    on_pretend([PROGRAMS / "training.py"], timeout=1200, PRETEND_POISON="1")

@@ -34,7 +34,7 @@ def train(
 
 
 def check_losses_are_the_cpus_to_the_bit() -> None:
-    for make, asked in (
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("tied", {}),
         ("normed", {"micro_batch": 32}),
         ("llama", {"kernel": "foreach"}),
@@ -43,7 +43,8 @@ def check_losses_are_the_cpus_to_the_bit() -> None:
             "uneven",
             {"ema": 0.9, "optimizer": {"name": "momentum", "lr": 0.01}, "kernel": "foreach"},
         ),
-    ):
+    )
+    for make, asked in cases:
         there, here = train("npu", make, **asked), train("cpu", make, **asked)
         assert there[0] == here[0], make
         # Norms of the device are taken of all gradients at once: another order of the same sums.

@@ -57,7 +57,7 @@ def test_a_processor_has_these_precisions(name: str) -> None:
 @pytest.mark.parametrize("name", ["tf32", "fp8"])
 def test_a_precision_the_device_lacks_is_refused_with_what_it_needs(name: str) -> None:
     with pytest.raises(JobError, match=rf"{name} needs .* GPU.*this device is a cpu") as error:
-        Precision(name, DEVICE)
+        Precision(name, torch.device("cpu"))
     assert "auto" in (error.value.hint or "")
 
 

@@ -33,7 +33,8 @@ RANKS = "tests/distributed"
 WHOLE = "tests/integration"
 
 MADE_ON_DEVICE = (
-    *(f"{UNIT}/{room}/" for room in ("memory", "optim", "precision")),
+    *(f"{UNIT}/{room}/" for room in ("memory", "optim")),
+    *(f"{UNIT}/precision/test_{name}" for name in ("adaptive", "autocast", "policy")),
     *(f"{UNIT}/models/test_{name}" for name in ("build", "cnn", "conv", "hf", "mup", "trans")),
     f"{UNIT}/models/test_adapter",
     *(f"{UNIT}/test_{name}" for name in ("clipping", "gradient_noise", "quantize")),

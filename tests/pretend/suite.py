@@ -11,6 +11,10 @@ before they do, those count that pass, have run a backward pass on the device, a
 
     share = passed with a backward pass on the device / (trained anywhere, or failed)
 
+How close: one worker's losses in fp32 are the CPU's to the bit, gradient norms to 1e-6 (``programs/training.py``);
+whole runs by the command line to 1e-6 (``test_training.py``); layouts as close as the same test asks for on
+the CPU; bf16 and fp16 to half a percent, since other operations are lowered than on the CPU.
+
 Left out of both are the tests of ``DOES_NOT_APPLY``, each with its reason, and those that the machine skips
 on the CPU, too. ``make test`` runs ``CORE``, ``make test-long`` all of ``ROOMS``.
 """

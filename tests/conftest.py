@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,37 +52,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def measured_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What no test should pay for: a probe of this processor, canned, and the speeds of precisions."""
-    from yunlu.planning.machine_profile import (
-        FOLDER,
-        KernelTiming,
-        Kind,
-        MachineProfile,
-        dump_profiles,
-        file_names,
-    )
+    from tests.canned_profiles import store_profiles
     from yunlu.training.probe import cpu_name
 
-    sizes, cores = (1e3, 1e6, 1e9), os.cpu_count() or 1
-    rates: dict[Kind, float] = {"product": 1e10, "stream": 5e9}
-    paces = tuple(
-        KernelTiming(kind=kind, threads=threads, sizes=sizes, spread=0.1,
-             seconds=tuple(1e-6 + size / rate for size in sizes))
-        for kind, rate in rates.items()
-        for threads in range(1, cores + 1)
-    )  # fmt: skip
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        version = ""
-    canned = MachineProfile(
-        at=0.0, took_s=1.0, is_quick=True, host="canned", kind="cpu", device=cpu_name(),
-        cores=cores, memory_bytes=1 << 33, threads=1, torch=version, paces=paces,
-        memory_bytes_per_s=5e9, call_s=1e-5,
-    )  # fmt: skip
     place = tmp_path_factory.mktemp("measured-once")
-    for folder in ("precisions", FOLDER):
-        (place / folder).mkdir()
-    (place / FOLDER / file_names(canned.device, "")[0]).write_bytes(dump_profiles([canned]))
+    (place / "precisions").mkdir()
+    accelerator = os.environ.get("YUNLU_TEST_DEVICE")  # tests/training_device.py
+    pretend = {accelerator: f"Pretend {accelerator} 0"} if accelerator else {}
+    store_profiles(place, cpu=cpu_name(), **pretend)
     return place
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tests.training_device import KIND
 from yunlu.planning.layouts import Layout
 from yunlu.planning.plan import Plan, Prediction
 from yunlu.spec.job import Job
@@ -163,11 +164,13 @@ def make_job(**train: Any) -> Job:
     return Job.model_validate({"task": "t", "model": "m", "data": "d", "train": settings})
 
 
-def make_plan(layout: Layout, job: Job, *, micro_batch: int, kernel: Any) -> Plan:
+def make_plan(
+    layout: Layout, job: Job, *, micro_batch: int, kernel: Any, device: str = KIND
+) -> Plan:
     batch = job.train.batch
     assert isinstance(batch, int)
     return Plan(
-        device="cpu",
+        device=device,
         devices=layout.world,
         layout=layout,
         threads=1,
@@ -198,7 +201,8 @@ def train(world: World, make: str, settings: dict[str, Any]) -> tuple[list[float
     kernel, micro_batch = asked.pop("kernel", "fused"), asked.pop("micro_batch", usual)
     job, task = make_job(**asked), Sentences(make)
     parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
-    plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel=kernel)
+    device = world.device.type
+    plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel=kernel, device=device)
     engine = Engine(job, plan, parts, lambda *_, **__: None, world=world)
     recorder = Recorder([], [])
     loop.run(engine, recorder)

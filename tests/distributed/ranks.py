@@ -123,13 +123,13 @@ def _child(
 def _in_world(
     rank: int, function: Callable[..., Any], layout: Layout, store: str, args: tuple[Any, ...]
 ) -> Any:
-    import torch
     import torch.distributed as dist
 
+    from tests.training_device import device_of
     from yunlu.training.parallel.world import form_world
 
     meeting = dist.FileStore(store, layout.world) if layout.world > 1 else None
-    world = form_world(layout, rank, meeting, secret=b"test", device=torch.device("cpu"))
+    world = form_world(layout, rank, meeting, secret=b"test", device=device_of(rank))
     try:
         return function(world, *args)
     finally:

@@ -100,11 +100,11 @@ def accumulate(
     before: Callable[[bool], None] = lambda _last: None,
 ) -> float:
     """Forward and backward over a step's micro-batches; our part of its loss."""
-    total = 0.0
+    total, device = 0.0, next(model.parameters()).device
     parts = micro_batches(kind, step, micros=micros, replica=replica, replicas=replicas)
     for number, (inputs, targets, items, counts) in enumerate(parts):
         with nullcontext() if counts else uncounted():
-            loss = loss_of(model, inputs, targets, items=items) * counts
+            loss = loss_of(model, inputs.to(device), targets.to(device), items=items) * counts
             before(number == micros - 1)
             loss.backward()
         total += loss.item()
@@ -135,7 +135,7 @@ def alone(
 
 
 def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+    return [None if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def furthest(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
@@ -145,7 +145,7 @@ def furthest(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) 
         if (one is None) != (other is None):
             return float("inf")
         if one is not None and other is not None and one.numel():
-            worst = max(worst, (one - other).abs().max().item())
+            worst = max(worst, (one.cpu() - other.cpu()).abs().max().item())
     return worst
 
 

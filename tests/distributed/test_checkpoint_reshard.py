@@ -81,7 +81,7 @@ def spread(world: World, seed: int) -> nn.Module:
         layers = {name: layers[name] for name in STAGES[world.coordinates.pp]}
     part = nn.Module()
     for name, layer in layers.items():
-        part.add_module(name, layer)
+        part.add_module(name, layer.to(world.device))
     tp = world.axis("tp")
     if tp is not None:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -157,7 +157,7 @@ def part_of(world: World, name: str) -> World | None:
     mesh = None
     if axes:
         ranks = torch.arange(shape.world).view([shape.size_of(axis) for axis in axes])
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes))
+        mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(axes))
     if world.rank >= shape.world:
         return None
     return World(layout=shape, rank=world.rank, device=world.device, mesh=mesh)
@@ -322,7 +322,7 @@ def _save_until_killed(world: World, root: Path, who: int, after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     kept._check_abandoned = count
-    weights = {name: torch.zeros(64, 100) for name in "abcd"}
+    weights = {name: torch.zeros(64, 100, device=world.device) for name in "abcd"}
     for step in range(1, 40):
         for weight in weights.values():
             weight.fill_(step)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from tests.distributed.parity import NoScore, make_plan
 from tests.distributed.ranks import run_ranks, run_world
 from tests.even_links import make_even
+from tests.training_device import device_of
 from yunlu.core.errors import JobError
 from yunlu.planning.communication.timing import WireFigures
 from yunlu.planning.layouts import Layout
@@ -152,7 +153,7 @@ def digest(engine: Engine) -> int:
 def _digest_of(module: nn.Module) -> int:
     found = xxhash.xxh3_64()
     for each in [*module.parameters(), *module.buffers()]:
-        data: Any = each.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = each.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
         found.update(data)
     return found.intdigest()
 
@@ -169,7 +170,8 @@ def build(
     }
     told = {"task": "t", "model": "m", "data": "d", "train": settings}
     job = Job.model_validate({**told, "communication": communication})
-    plan = make_plan(world.layout, job, micro_batch=2, kernel="fused")
+    device = world.device.type
+    plan = make_plan(world.layout, job, micro_batch=2, kernel="fused", device=device)
     length = {"steps": STEPS, "steps_per_epoch": -(-SAMPLES // BATCH), "accumulation": 3}
     plan = plan.model_copy(update=length)
     task = task or Points()
@@ -496,7 +498,7 @@ def _relink(
         rank,
         dist.FileStore(path, size),
         secret=b"test",
-        device=CPU,
+        device=device_of(rank),
         host=f"127.0.0.{rank + 1}",
     )
     told: list[tuple[int, str]] = []
@@ -561,7 +563,11 @@ def _lose(
 ) -> tuple[int, int, int, list[float], list[int]] | None:
     """Three workers, of which one goes without a word in its ninth step; the others go on as two."""
     world = form_world(
-        Layout(dp=3), rank, dist.FileStore(f"{directory}/3", 3), secret=b"test", device=CPU
+        Layout(dp=3),
+        rank,
+        dist.FileStore(f"{directory}/3", 3),
+        secret=b"test",
+        device=device_of(rank),
     )
     task = Points()
     engine = build(world, way, task=task)
@@ -579,7 +585,11 @@ def _lose(
     world.disconnect()
     world.close()
     world = form_world(
-        Layout(dp=2), rank, dist.FileStore(f"{directory}/2", 2), secret=b"test", device=CPU
+        Layout(dp=2),
+        rank,
+        dist.FileStore(f"{directory}/2", 2),
+        secret=b"test",
+        device=device_of(rank),
     )
     engine.rejoin(world, micro_batch=2)
     rest = run(engine)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
+from tests.training_device import device_of
 from yunlu.planning.layouts import Layout
 from yunlu.training.communication import engine_communication
 from yunlu.training.parallel.world import form_world
 
 pytestmark = pytest.mark.distributed
-
-CPU = torch.device("cpu")
 
 
 def _compare(
@@ -24,7 +22,7 @@ def _compare(
     """Who is disturbed once does as many turns as the others when all look again."""
     size = len(turns)
     world = form_world(
-        Layout(dp=size), rank, dist.FileStore(path, size), secret=b"test", device=CPU
+        Layout(dp=size), rank, dist.FileStore(path, size), secret=b"test", device=device_of(rank)
     )
     pacer = engine_communication.ComputePace()
     for seconds in spans[rank]:

@@ -23,6 +23,7 @@ from tests.distributed.shared_steps import (
     furthest,
     summation_of,
 )
+from tests.training_device import device_of
 from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.world import form_world
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.distributed
 def _train(
     world: World, kind: str, steps: int, micros: int, bucket_bytes: int
 ) -> tuple[list[float], float, float]:
-    model = build(kind)
+    model = build(kind).to(world.device)
     optimizer = adam(list(model.parameters()))
     gradients = GradientAllReduce(
         list(model.parameters()), summation_of(world), bucket_bytes=bucket_bytes
@@ -87,7 +88,7 @@ def test_many_replicas_learn_as_one_process(
 
 def _sum_once(world: World) -> list[list[float] | None]:
     """Rank 0 runs two backward passes, rank 1 none at all."""
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    weights = [nn.Parameter(torch.ones(2, device=world.device)) for _ in range(3)]
     gradients = GradientAllReduce(weights, summation_of(world), bucket_bytes=1)
     if world.rank == 0:
         (2 * weights[0]).sum().backward()
@@ -109,7 +110,7 @@ def test_a_replica_without_backward_passes_takes_part() -> None:
 
 def _break_and_go_on(rank: int, directory: str) -> tuple[bool, list[float]]:
     """Rank 1 leaves in the middle of a step that rank 0 is waiting in, and both are told to."""
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    weights = [nn.Parameter(torch.ones(2, device=device_of(rank))) for _ in range(4)]
     world = _meet(rank, f"{directory}/first")
     world.sum_over_all(torch.ones(1))  # both have formed it: only then is there something to break
     told = Path(directory, "cut")
@@ -153,7 +154,7 @@ def _sum_of(weights: list[nn.Parameter], world: World) -> GradientAllReduce:
 
 def _meet(rank: int, path: str) -> World:
     store = dist.FileStore(path, 2)
-    return form_world(Layout(dp=2), rank, store, secret=b"test", device=torch.device("cpu"))
+    return form_world(Layout(dp=2), rank, store, secret=b"test", device=device_of(rank))
 
 
 def test_after_a_lost_member_the_same_weights_go_on_with_another_group(tmp_path: Path) -> None:
@@ -163,8 +164,8 @@ def test_after_a_lost_member_the_same_weights_go_on_with_another_group(tmp_path:
 
 
 def _twice(world: World) -> str:
-    weight = nn.Parameter(torch.ones(2))
-    gradients = GradientAllReduce([weight, nn.Parameter(torch.ones(2))], summation_of(world))
+    weight, other = (nn.Parameter(torch.ones(2, device=world.device)) for _ in range(2))
+    gradients = GradientAllReduce([weight, other], summation_of(world))
     gradients.arm()
     weight.sum().backward()
     try:
@@ -217,8 +218,10 @@ def test_gradients_of_split_weights_are_added_over_replicas() -> None:
 
 def _layouts(world: World) -> bool:
     """Gradients lie in memory as their weights do, which fused optimisers rely on."""
-    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    half = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+    weight = nn.Parameter(
+        torch.randn(4, 3, 2, 2).to(world.device, memory_format=torch.channels_last)
+    )
+    half = nn.Parameter(torch.randn(3, dtype=torch.bfloat16, device=world.device))
     gradients = GradientAllReduce([half, weight], summation_of(world))
     gradients.arm()
     (weight.sum() + half.float().sum()).backward()

@@ -60,8 +60,11 @@ def _build(name: str) -> nn.Module:
     )
 
 
-def _micros(step: int, replica: int, *, count: int, name: str) -> list[Batch]:
+def _micros(
+    step: int, replica: int, *, count: int, name: str, world: World | None = None
+) -> list[Batch]:
     """Micro-batches of one replica, no two of one shape; those of the odd ones are packed."""
+    device = torch.device("cpu") if world is None else world.device
     draw = torch.Generator().manual_seed(1000 * step + replica)
     made: list[Batch] = []
     for micro in range(count):
@@ -72,7 +75,8 @@ def _micros(step: int, replica: int, *, count: int, name: str) -> list[Batch]:
         if micro % 2 and name != "llama":
             lengths = torch.full((rows,), length)
             inputs, targets = (ids[:, :-1].flatten(), lengths), targets.flatten()
-        made.append(Batch(inputs=inputs, targets=targets, samples=rows, items=targets.numel()))
+        batch = Batch(inputs=inputs, targets=targets, samples=rows, items=targets.numel())
+        made.append(batch.to(device))
     return made
 
 
@@ -119,7 +123,7 @@ def _gradients(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _make_pipeline(world: World, name: str) -> Pipeline:
-    stages = split(_build(name), world.layout.stages)
+    stages = split(_build(name).to(world.device), world.layout.stages)
     rank = world.coordinates.pp
     own = {number: stages[number] for number in range(rank, len(stages), world.layout.pp)}
     shared = shared_names(stages)
@@ -156,7 +160,7 @@ def _train(world: World, name: str, count: int) -> tuple[list[float], dict[str, 
         for stage in pipeline.stages.values():
             _sync(stage, is_on=False)
         total = pipeline.accumulate(
-            _micros(step, world.replica, count=count, name=name),
+            _micros(step, world.replica, count=count, name=name, world=world),
             lambda model, batch, items=items: _loss(model, batch, items),
             lambda loss: loss.backward(),
             before_last=lambda number: _sync(pipeline.stages[number], is_on=True),
@@ -199,7 +203,7 @@ def _shared_stay_equal(world: World) -> list[Any]:
     (stage,) = pipeline.stages.values()
     weight = stage.get_parameter("embedding.token.weight")
     pipeline.accumulate(
-        _micros(0, 0, count=3, name="tied 2"),
+        _micros(0, 0, count=3, name="tied 2", world=world),
         lambda model, batch: _loss(model, batch, 7),
         lambda loss: loss.backward(),
     )
@@ -241,7 +245,7 @@ def _freeze(world: World) -> list[bool]:
     if world.rank == 0:
         stage.requires_grad_(False)
     pipeline.accumulate(
-        _micros(0, 0, count=3, name="untied 2"),
+        _micros(0, 0, count=3, name="untied 2", world=world),
         lambda model, batch: _loss(model, batch, 7),
         lambda loss: loss.backward(),
     )
@@ -257,7 +261,7 @@ def test_a_frozen_first_stage_gets_no_gradient_and_blocks_nobody() -> None:
 def _answer(world: World, name: str) -> list[Any]:
     pipeline = _make_pipeline(world, name)
     pipeline.view.eval()
-    batches = _micros(3, 0, count=3, name=name)
+    batches = _micros(3, 0, count=3, name=name, world=world)
     return [call(pipeline.view, batch).tolist() for batch in batches]
 
 
@@ -283,14 +287,14 @@ def _is_cut(world: World, directory: str, stopped: int) -> str:
             threading.Event().wait()
 
         if stopped == 1:  # before its last backward; rank 0 never even begins
-            threading.Thread(target=_run, args=(pipeline, stop), daemon=True).start()
+            threading.Thread(target=_run, args=(pipeline, world, stop), daemon=True).start()
             assert reached.wait(LIMIT_S)
         flag.touch()
         while flag.exists():
             reached.wait(0.01)
         return "stopped"
     outcome: list[str] = []
-    worker = threading.Thread(target=_run, args=(pipeline, None, outcome), daemon=True)
+    worker = threading.Thread(target=_run, args=(pipeline, world, None, outcome), daemon=True)
     worker.start()
     while not flag.exists():
         worker.join(0.01)
@@ -301,10 +305,12 @@ def _is_cut(world: World, directory: str, stopped: int) -> str:
     return "still waits" if worker.is_alive() else outcome[0]
 
 
-def _run(pipeline: Pipeline, before_last: Any, outcome: list[str] | None = None) -> None:
+def _run(
+    pipeline: Pipeline, world: World, before_last: Any, outcome: list[str] | None = None
+) -> None:
     try:
         pipeline.accumulate(
-            _micros(0, 0, count=3, name="tied 2"),
+            _micros(0, 0, count=3, name="tied 2", world=world),
             lambda model, batch: _loss(model, batch, 7),
             lambda loss: loss.backward(),
             before_last=before_last,

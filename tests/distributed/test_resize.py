@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed.parity import STEPS, Recorder, Sentences, make_job, make_plan, train
 from tests.distributed.ranks import run_ranks, run_world
+from tests.training_device import device_of
 from yunlu.planning.layouts import Layout
 from yunlu.training import loop
 from yunlu.training.engine import Engine
@@ -40,7 +41,9 @@ class Few(Recorder):
 def build(world: World, micro_batch: int) -> Engine:
     job, task = make_job(), Sentences("tied")
     parts = TrainingInputs(task=task, model=task.build(job), splits=task.load(job))
-    plan = make_plan(world.layout, job, micro_batch=micro_batch, kernel="fused")
+    plan = make_plan(
+        world.layout, job, micro_batch=micro_batch, kernel="fused", device=world.device.type
+    )
     return Engine(job, plan, parts, lambda *_, **__: None, world=world)
 
 
@@ -49,7 +52,7 @@ def _move(rank: int, directory: str) -> tuple[list[float], list[int]]:
     before: Engine | None = None
     for phase, (layout, micro_batch, steps) in enumerate(PHASES):
         store = dist.FileStore(str(Path(directory) / str(phase)), 2)
-        world = form_world(layout, rank, store, secret=b"test", device=CPU)
+        world = form_world(layout, rank, store, secret=b"test", device=device_of(rank))
         engine = build(world, micro_batch)
         if before is not None:
             held = join_groups(before.state.shards())

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from tests.distributed.ranks import run_world
 from tests.distributed.shared_steps import accumulate, adam, alone, build, furthest
 from yunlu.planning.layouts import Layout
+from yunlu.training.device import move_model
 from yunlu.training.models.transformer import CausalTransformer, Seq2SeqTransformer
 from yunlu.training.parallel.fsdp import (
     UsedWeights,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _train(world: World, kind: str, micros: int, freezes: bool) -> tuple[float, float]:
-    model, single = build(kind), build(kind)
+    model, single = build(kind).to(world.device), build(kind)
     _freeze(single, freezes=freezes)
     expected, grads, _ = alone(kind, steps=20, micros=micros, model=single)
     if world.layout.tp > 1:
@@ -139,12 +140,13 @@ def _tied(world: World) -> float:
     for one in (single, model):
         one[2].weight = one[0].weight
     model.load_state_dict(single.state_dict())
+    move_model(model, world.device)
     mesh = world.axis("fsdp")
     assert mesh is not None
     shard(model, mesh, blocks=find_blocks(model))
     values = torch.randn(4, 4)
     single(values).square().sum().backward()
-    model(values[2 * world.rank : 2 * world.rank + 2]).square().sum().backward()
+    model(values[2 * world.rank : 2 * world.rank + 2].to(world.device)).square().sum().backward()
     assert model[2].weight is model[0].weight
     assert single[0].weight.grad is not None
     found, expected = _whole(model[0].weight.grad), single[0].weight.grad

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.parity import make_plan
 from tests.distributed.ranks import run_ranks
 from tests.even_links import make_even
+from tests.training_device import device_of
 from yunlu.planning.layouts import Layout
 from yunlu.spec.job import Job
 from yunlu.training.communication.communicator import ExpectedStep
@@ -33,7 +33,7 @@ def _meet_again(rank: int, path: str) -> tuple[int, ...]:
     selector.excluded = (1,)
     selector._measurements = make_even(hosts, latency_s=1e-4, bytes_per_s=1e6)
     world = form_world(
-        layout, rank, dist.FileStore(path, 2), secret=b"test", device=torch.device("cpu")
+        layout, rank, dist.FileStore(path, 2), secret=b"test", device=device_of(rank)
     )
     selector.open(world, nn.Linear(4, 4), lambda _: ExpectedStep(8, 0), steps_done=3).close()
     world.close()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _train(world: World, micros: int) -> tuple[float, float, float]:
-    model = build("cnn")
+    model = build("cnn").to(world.device)
     optimizer = adam(list(model.parameters()))
     gradients = GradientAllReduce(list(model.parameters()), summation_of(world))
     synchronise_batch_norm(model, world.adding("dp"))
@@ -56,7 +56,7 @@ def _train(world: World, micros: int) -> tuple[float, float, float]:
     assert model.state_dict().keys() == single.state_dict().keys()
     drift = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     buffers = furthest(
-        [buffer.double() for buffer in model.buffers()],
+        [buffer.cpu().double() for buffer in model.buffers()],
         [buffer.double() for buffer in single.buffers()],
     )
     return drift, furthest(first, grads), buffers
@@ -78,7 +78,7 @@ def _one_layer(world: World, kind: str, options: dict[str, Any], counts: list[in
     for tensor in (*single.parameters(), *single.buffers()):
         if tensor.is_floating_point():
             tensor.data.uniform_(0.5, 2)
-    module = copy.deepcopy(single)
+    module = copy.deepcopy(single).to(world.device)
     allow_single_samples(single)
     allow_single_samples(module)
     synchronise_batch_norm(module, world.adding("dp"))
@@ -92,11 +92,12 @@ def _one_layer(world: World, kind: str, options: dict[str, Any], counts: list[in
         (single(whole) * slopes[number]).sum().backward()
         assert whole.grad is not None
         if counts[world.rank]:
-            share = values[number, mine].clone().requires_grad_()
-            (module(share) * slopes[number, mine]).sum().backward()
+            share = values[number, mine].to(world.device, copy=True).requires_grad_()
+            (module(share) * slopes[number, mine].to(world.device)).sum().backward()
             worst = max(worst, furthest([share.grad], [whole.grad[mine]]))
         else:
-            share = torch.full((2, 4, *shape), 1e3, dtype=torch.float64, requires_grad=True)
+            share = torch.full((2, 4, *shape), 1e3, dtype=torch.float64, device=world.device)
+            share.requires_grad_()
             with uncounted():
                 (module(share) * 0).sum().backward()
     sums = [
@@ -105,7 +106,7 @@ def _one_layer(world: World, kind: str, options: dict[str, Any], counts: list[in
     expected = [weight.grad for weight in single.parameters()]
     worst = max(worst, furthest(sums, expected))
     pairs = zip(module.buffers(), single.buffers(), strict=True)
-    return max([worst, *((a - b).abs().max().item() for a, b in pairs)])
+    return max([worst, *((a.cpu() - b).abs().max().item() for a, b in pairs)])
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,13 @@ def test_a_layer_over_uneven_shares_is_exact(
 def _apart(world: World) -> bool:
     """Whatever does not train all together is torch's own."""
     torch.manual_seed(world.rank)
-    module = nn.BatchNorm1d(3)
-    values = torch.randn(4, 3)
+    module = nn.BatchNorm1d(3).to(world.device)
+    values = torch.randn(4, 3, device=world.device)
     plain = copy.deepcopy(module)
     synchronise_batch_norm(module, world.adding("dp"))
     average = copy.deepcopy(module)
     is_same = torch.equal(average(values), plain(values))
-    average.running_mean = torch.full((3,), 7.0)
+    average.running_mean = torch.full((3,), 7.0, device=world.device)
     is_same &= not torch.equal(average.eval()(values), module.eval()(values))
     plain.reset_running_stats()
     is_same &= torch.equal(module(values), plain.eval()(values))
@@ -150,8 +151,8 @@ def test_copies_evaluation_and_undone_modules_talk_to_nobody() -> None:
 
 def _low_precision(world: World) -> float:
     torch.manual_seed(0)
-    module = nn.BatchNorm2d(3)
-    values = torch.randn(4, 3, 5, 5).bfloat16()
+    module = nn.BatchNorm2d(3).to(world.device)
+    values = torch.randn(4, 3, 5, 5).bfloat16().to(world.device)
     expected = module(values)
     synchronise_batch_norm(module, world.adding("dp"))
     share = values[2 * world.rank : 2 * world.rank + 2].to(memory_format=torch.channels_last)

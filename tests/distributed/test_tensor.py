@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import run_world
 from yunlu.planning.layouts import Layout
+from yunlu.training.device import is_accelerator, move_model
 from yunlu.training.models.networks import MLP
 from yunlu.training.models.transformer import (
     CausalTransformer,
@@ -106,6 +107,8 @@ CASES: dict[str, Case] = {
     "packed pairs": (partial(Seq2SeqTransformer, vocabulary=24, **SIZES), packed_pairs, 2),
     "dropout": (partial(language, dropout=0.3), texts, 2),
 }
+DRAWING = ("dropout", "mlp")
+"""Those that drop at random: on a device, the dropout of whole tensors is a kernel that draws otherwise."""
 FEW = ("tied", "odd vocabulary", "one token", "packed")
 MLPS: dict[str, Case] = {
     "mlp": (partial(MLP, inputs=6, outputs=3, hidden=[8, 12, 8], dropout=0.2), rows, STEPS),
@@ -191,7 +194,7 @@ def leaf_of(weight: Tensor) -> Tensor:
 def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().clone()
+    return found.detach().to("cpu", copy=True)
 
 
 class Trained:
@@ -213,7 +216,7 @@ class Trained:
         optimizer = torch.optim.AdamW(leaves.values(), lr=0.01, eps=1e-4)
         for step in range(steps):
             torch.manual_seed(step)
-            given = batches(step)
+            given = _moved(batches(step), next(iter(weights.values())).device)
             items = (given[1] != IGNORED).sum()
             with sharded_loss(model):
                 loss = loss_of(model, _share(given, world), smoothing) / items
@@ -248,6 +251,13 @@ class Trained:
                     atol=allowed,
                     msg=lambda m, name=name: f"{label}, {name}: {m}",
                 )
+
+
+def _moved(given: Given, device: torch.device) -> Given:
+    inputs, targets = given
+    if isinstance(inputs, dict):
+        return {name: value.to(device) for name, value in inputs.items()}, targets.to(device)
+    return tuple(value.to(device) for value in inputs), targets.to(device)
 
 
 def _share(given: Given, world: World | None) -> Given:
@@ -287,16 +297,18 @@ def _compare(
     mesh = world.axis("tp")
     assert mesh is not None
     for label, (build, batches, steps) in cases.items():
+        if label in DRAWING and is_accelerator(world.device):
+            continue
         torch.manual_seed(1)
         alone = build()
-        cut = copy.deepcopy(alone)
+        cut = move_model(copy.deepcopy(alone), world.device)
         apply_tensor_parallel(cut, mesh, **options)
         if not isinstance(batches(0)[0], dict):
             with torch.no_grad():
                 alone.eval(), cut.eval()
-                scores = cut(*batches(3)[0])
+                scores = cut(*_moved(batches(3), world.device)[0])
                 assert type(scores) is Tensor, label
-                torch.testing.assert_close(scores, alone(*batches(3)[0]))
+                torch.testing.assert_close(scores.cpu(), alone(*batches(3)[0]))
                 alone.train(), cut.train()
         before = Trained(alone, batches, steps=steps, smoothing=smoothing)
         after = Trained(cut, batches, steps=steps, smoothing=smoothing)
@@ -346,7 +358,7 @@ def _compare_replicas(world: World, options: dict[str, bool]) -> None:
     assert mesh is not None
     torch.manual_seed(1)
     alone = language(positions="learned")
-    cut = copy.deepcopy(alone)
+    cut = move_model(copy.deepcopy(alone), world.device)
     apply_tensor_parallel(cut, mesh, **options)
     fsdp = world.axis("fsdp")
     if fsdp is not None:
@@ -368,8 +380,8 @@ def _write(world: World) -> list[int]:
     mesh = world.axis("tp")
     assert mesh is not None
     torch.manual_seed(1)
-    model = Seq2SeqTransformer(vocabulary=24, **SIZES)
-    (source, mask, _), _ = pairs(1)
+    model = Seq2SeqTransformer(vocabulary=24, **SIZES).to(world.device)
+    (source, mask, _), _ = _moved(pairs(1), world.device)
     written = model.generate(source, mask, bos=1, eos=2, max_length=4)
     apply_tensor_parallel(model, mesh, sequence=True, vocabulary=True)
     assert torch.equal(model.generate(source, mask, bos=1, eos=2, max_length=4), written)
@@ -390,13 +402,13 @@ def _fail_inside(model: nn.Module, inputs: Any) -> None:
 def _freeze_and_fail(world: World) -> None:
     mesh = world.axis("tp")
     assert mesh is not None
-    model = language()
+    model = language().to(world.device)
     for name, weight in model.named_parameters():
         weight.requires_grad_("feed" in name)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     apply_tensor_parallel(model, mesh, sequence=True, vocabulary=True)
     assert {name for name, weight in model.named_parameters() if weight.requires_grad} == trained
-    inputs, _ = texts(0)
+    inputs, _ = _moved(texts(0), world.device)
     with pytest.raises(ZeroDivisionError):
         _fail_inside(model, inputs)
     assert type(model(*inputs)) is Tensor

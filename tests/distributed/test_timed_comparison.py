@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_communication import CPU, STEPS, Recorder, alone, build
+from tests.distributed.test_communication import STEPS, Recorder, alone, build
 from tests.even_links import make_even
+from tests.training_device import device_of
 from yunlu.planning.communication import method_choice
 from yunlu.planning.communication.timing import WireFigures
 from yunlu.planning.layouts import Layout
@@ -77,7 +78,7 @@ def _try(
         rank,
         dist.FileStore(path, 2),
         secret=b"test",
-        device=CPU,
+        device=device_of(rank),
         host=f"127.0.0.{rank + 1}",
     )
     told: list[tuple[int, str, str]] = []
@@ -136,7 +137,7 @@ def _left_alone(rank: int, path: str) -> tuple[list[float], list[str]]:
         rank,
         dist.FileStore(path, 2),
         secret=b"test",
-        device=CPU,
+        device=device_of(rank),
         host=f"127.0.0.{rank + 1}",
     )
     reasons: list[str] = []
@@ -152,7 +153,7 @@ def _left_alone(rank: int, path: str) -> tuple[list[float], list[str]]:
         loop.run(engine, seen)
         if rank == 0:
             alone_world = form_world(
-                Layout(), 0, dist.FileStore(f"{path}-alone", 1), secret=b"test", device=CPU
+                Layout(), 0, dist.FileStore(f"{path}-alone", 1), secret=b"test", device=device_of(0)
             )
             engine.rejoin(alone_world, micro_batch=2)
             seen.until = STEPS

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.distributed.ranks import run_ranks, run_world
+from tests.training_device import device_of
 from yunlu.planning.layouts import Layout
 from yunlu.training.parallel.world import World, form_world
 
@@ -46,7 +47,7 @@ def _meet_twice(rank: int, stores: list[str]) -> list[float]:
     for number, store in enumerate(stores):
         layout = Layout(dp=2, tp=2)
         world = form_world(
-            layout, rank, dist.FileStore(store, 4), secret=b"test", device=torch.device("cpu")
+            layout, rank, dist.FileStore(store, 4), secret=b"test", device=device_of(rank)
         )
         axis = world.axis("tp")
         assert axis is not None

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _train(world: World, kind: str, *, is_shared: bool) -> tuple[nn.Module, int]:
-    model = build(kind)
+    model = build(kind).to(world.device)
     weights = list(model.parameters())
     gradients = GradientAllReduce(weights, summation_of(world))
     shares = OwnedWeights(weights, world.group("dp"))
@@ -71,6 +71,7 @@ def _publish(world: World) -> bool:
         torch.full((2, 2), float(world.rank)),
         torch.full((), float(world.rank)),
     ]
+    weights = [weight.to(world.device) for weight in weights]
     shares = OwnedWeights(weights, world.group("dp"))
     shares.publish()
     return all(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
+from tests.training_device import DEVICE
 from yunlu.training.precision import Precision, PrecisionChange
 
-CPU = torch.device("cpu")
 STEPS = 80
 FAINT = 1e-14
 
@@ -74,7 +74,7 @@ class Training:
         # A tiny epsilon: Adam then follows gradients of any size.
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3, eps=1e-30)
         self.average = AveragedModel(self.model)
-        self.precision = Precision(self.name, CPU, adapt=self.adapt)
+        self.precision = Precision(self.name, DEVICE, adapt=self.adapt)
         self.precision.attach(self.model, self.average.module)
         made = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(64, 8, generator=made)

@@ -6,20 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tests.canned_profiles import store_profiles
 from tests.pretend.build import environment
-from yunlu.planning.machine_profile import (
-    FOLDER,
-    KernelTiming,
-    Kind,
-    MachineProfile,
-    dump_profiles,
-    file_names,
-)
 from yunlu.training.probe import cpu_name
 
 JOB = """
@@ -28,27 +20,6 @@ model: mlp
 data: sklearn:breast_cancer
 train: {steps: 12, batch: 32, precision: fp32, compile: false, micro_batch: 32, checkpoint: {every: 4}}
 """
-
-
-def store_profile(cache: Path, kind: str, device: str) -> None:
-    """Speeds of a device that nobody needs to measure."""
-    sizes, cores = (1e3, 1e6, 1e9), os.cpu_count() or 1
-    rates: dict[Kind, float] = {"product": 1e10, "stream": 5e9}
-    timings = tuple(
-        KernelTiming(
-            kind=work, threads=threads, sizes=sizes, spread=0.1,
-            seconds=tuple(1e-6 + size / rate for size in sizes),
-        )
-        for work, rate in rates.items()
-        for threads in range(1, cores + 1)
-    )  # fmt: skip
-    profile = MachineProfile(
-        at=0.0, took_s=1.0, is_quick=True, host="canned", kind=kind, device=device, cores=cores,
-        memory_bytes=1 << 30, threads=1, torch=metadata.version("torch"), paces=timings,
-        memory_bytes_per_s=5e9, call_s=1e-5,
-    )  # fmt: skip
-    (cache / FOLDER).mkdir(parents=True, exist_ok=True)
-    (cache / FOLDER / file_names(device, "")[0]).write_bytes(dump_profiles([profile]))
 
 
 def train(folder: Path, *options: str, accelerators: str) -> list[float]:
@@ -64,8 +35,7 @@ def train(folder: Path, *options: str, accelerators: str) -> list[float]:
         "PRETEND_RACE_LOG": str(folder / "races"),
         "OMP_NUM_THREADS": "1",
     }
-    store_profile(folder / "cache", "cpu", cpu_name())
-    store_profile(folder / "cache", "npu", "Pretend npu 0")
+    store_profiles(folder / "cache", cpu=cpu_name(), npu="Pretend npu 0")
     done = subprocess.run(
         [sys.executable, "-m", "yunlu.cli.main", "train", "job.yaml", *options],
         check=False,
@@ -99,7 +69,7 @@ def test_losses_are_those_of_the_cpu_and_nothing_races(
     tmp_path: Path, on_cpu: list[float], options: tuple[str, ...]
 ) -> None:
     losses = train(tmp_path / "run", *options, accelerators="npu:2")
-    assert losses == pytest.approx(on_cpu, rel=1e-5)
+    assert losses == pytest.approx(on_cpu, rel=1e-6)
     assert len(losses) == 12
     races = tmp_path / "run" / "races"
     assert not races.exists(), races.read_text()

@@ -20,7 +20,7 @@ from yunlu.training.device_kinds.kind import DeviceKind
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 _KINDS = {"cuda": "CudaKind", "npu": "NpuKind", "xpu": "XpuKind", "mps": "MpsKind"}
@@ -149,6 +149,23 @@ def seed_device(device: torch.device, seed: int) -> None:
 def max_memory_bytes(device: torch.device) -> int | None:
     """Most bytes of tensors that this device held so far; None where nobody counts."""
     return kind_of(device.type).max_memory_bytes(device) if is_accelerator(device) else None
+
+
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device. Weights that its modules share stay shared.
+
+    Torch replaces the parameters of a model that it moves to a device of another maker (PrivateUse1),
+    each for itself.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(weight, []).append((module, name))
+    model.to(device)
+    for (first, kept), *others in places.values():
+        for module, name in others:
+            setattr(module, name, first.get_parameter(kept))
+    return model
 
 
 def used_kind() -> str | None:

@@ -28,7 +28,7 @@ from yunlu.training.compiler import (
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
 from yunlu.training.determinism import seed_step
-from yunlu.training.device import sum_type
+from yunlu.training.device import move_model, sum_type
 from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.engine_state import EngineState
 from yunlu.training.gradient_noise import NoiseScale
@@ -172,7 +172,7 @@ class Engine:
         self.world: SingleWorld = world or SingleWorld(device=self.device)
         # Of a model that is cut, only a worker's part is moved to its device: the whole may not fit.
         is_whole = self.world.layout.is_replicated
-        self.model = inputs.model.to(self.device) if is_whole else inputs.model
+        self.model = move_model(inputs.model, self.device) if is_whole else inputs.model
         self.micro_batch = plan.micro_batch
         train = job.train
         apply_recompute(self.model, plan.recompute, share=plan.recompute_share)

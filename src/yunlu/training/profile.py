@@ -27,7 +27,7 @@ from yunlu.planning.splitting import optimizer_state_bytes
 from yunlu.training.autotune.timer import ModelTimer
 from yunlu.training.autotune.tune import fit_memory, start_settings, tune
 from yunlu.training.determinism import copy_random, restore_random
-from yunlu.training.device import synchronize
+from yunlu.training.device import move_model, synchronize
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
 from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.precision import Precision
@@ -61,7 +61,7 @@ def measure(
     fixed = fixed_bytes(job, resident_bytes=resident, parameters=parameters, trainable=trainable)
     room = memory_room_bytes(job, machine.best_device.memory_bytes, fixed)
     batch = choose_batch(job, len(splits.train))
-    model.to(device)
+    move_model(model, device)
     timer = ModelTimer(job, inputs, device, batch=batch)
     with _restored(model):
         model.train()

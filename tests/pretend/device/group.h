@@ -176,7 +176,12 @@ struct Group final : c10d::Backend {
   c10d::ErrorType getError() override {
     return shared->is_aborted || is_hanging() ? c10d::ErrorType::REMOTE_ERROR : c10d::ErrorType::SUCCESS;
   }
-  void abort() override { shared->abort(); }
+  // As NCCL's, it returns when no kernel of the group is at work any more: the host has seen them all.
+  void abort() override {
+    shared->abort();
+    Lock lock(accounts());
+    for (auto& [device, number] : own_streams) join(host_clock, streams()[number]->clock);
+  }
   void shutdown() override {}
 
   // One collective: `launch` starts gloo's on aliases of the tensors; `after` finishes it.

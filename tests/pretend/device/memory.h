@@ -150,7 +150,8 @@ inline void release_cached(DeviceMemory& memory) {
   for (auto& [offset, range] : cached) {
     memory.remove_free(memory.free_ranges.find(offset));
     add_stat(memory.stats.reserved_bytes, -(int64_t)range.size);
-    madvise(memory.body + offset, range.size, MADV_REMOVE);
+    const size_t first = (offset + 4095) / 4096 * 4096, end = (offset + range.size) / 4096 * 4096;
+    if (first < end) madvise(memory.body + first, end - first, MADV_REMOVE);  // whole pages: others hold tensors
     memory.merge_free(offset, range.size, kVirgin);
     std::erase_if(memory.ghosts, [&](auto& g) { return g.first < offset + range.size && g.end > offset; });
   }

@@ -153,6 +153,15 @@ def check_memory_figures() -> None:
     assert torch.accelerator.max_memory_allocated() - before >= 3 * MIB
 
 
+def check_an_emptied_cache_leaves_its_neighbours() -> None:
+    kept = [torch.full((100,), number, device="npu") for number in range(40)]  # many in a page
+    del kept[::3]
+    torch.accelerator.empty_cache()
+    for tensor in kept:
+        assert tensor.unique().numel() == 1
+    assert [int(tensor[0]) % 3 for tensor in kept] == [1, 2] * 13
+
+
 def check_out_of_memory_and_fragmentation() -> None:
     torch.accelerator.empty_cache()
     kinds = torch.uint8

@@ -149,6 +149,8 @@ def check_a_peer_that_does_not_come_hangs_until_abort(device: torch.device) -> N
     thread.join()
     store.set("aborted", "")
     assert all(math.isnan(value) for value in found[0])
+    assert x.cpu().isnan().all()  # nothing of the group is at work any more: no race
+    assert (x + 1).isnan().all()
 
 
 def check_a_dead_peer_hangs_until_abort(device: torch.device) -> None:

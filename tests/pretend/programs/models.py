@@ -154,6 +154,23 @@ def check_autocast_and_scaler() -> None:
     assert weight.tolist() == [1, 1]  # the step was left out
 
 
+def check_shared_weights_stay_shared() -> None:
+    from yunlu.training.device import move_model
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    torn = build().to("npu")
+    assert torn[1].weight is not torn[0].weight  # as torch moves models
+    model = move_model(build(), torch.device("npu"))
+    assert model[1].weight is model[0].weight
+    assert len(list(model.parameters())) == 2
+    model(torch.ones(2, 4, device="npu")).sum().backward()
+    assert model[0].weight.grad is model[1].weight.grad
+
+
 def check_recomputation_draws_the_same() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -13,12 +13,15 @@ PRETEND_POISON=1: fresh memory holds NaN.
 PRETEND_AVAILABLE_POISONS=1: asking whether there is a device spoils later forks, as cuInit does.
 PRETEND_COUNT_KERNELS=1: count kernels by name too (`kernel_counts`).
 PRETEND_BACKEND: the name of its process group ("hccl" for "npu", else the name + "cl").
+PRETEND_BACKWARD_LOG: a file to which all processes add the kinds of device on which they ran a backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +67,26 @@ torch.utils.generate_methods_for_privateuse1_backend(
 )
 if torch.distributed.is_available():
     torch.distributed.Backend.register_backend(BACKEND, _make_group, devices=[NAME])
+
+_backwards: set[str] = set()
+forget_backwards = _backwards.clear
+
+
+def _note_backwards(log: str) -> None:
+    """Note once, a line in a file of all processes, that a backward pass ran on a kind of device."""
+    run = torch.autograd._engine_run_backward
+
+    def noted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            is_real = not isinstance(output, torch._subclasses.FakeTensor)
+            if is_real and output.device.type not in _backwards:
+                _backwards.add(output.device.type)
+                with Path(log).open("a") as file:
+                    file.write(f"{output.device.type}\n")
+        return run(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = noted
+
+
+if "PRETEND_BACKWARD_LOG" in os.environ:
+    _note_backwards(os.environ["PRETEND_BACKWARD_LOG"])

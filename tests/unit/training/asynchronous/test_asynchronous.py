@@ -255,7 +255,7 @@ def test_running_averages_are_those_of_the_weights_at_hand():
     with torch.no_grad():
         ids = torch.stack(
             [parts.splits.train[number] for number in range(len(parts.splits.train))]
-        )[:, :-1]
+        )[:, :-1].to(engine.device)
         expected = engine.model.get_submodule("embedding")(ids).flatten(0, 1)
     torch.testing.assert_close(norm.running_mean, expected.mean(0), rtol=0, atol=1e-5)
     assert norm.momentum == 0.1

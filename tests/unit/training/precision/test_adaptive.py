@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
+from tests.training_device import DEVICE
 from yunlu.training.precision import Precision, PrecisionChange
 from yunlu.training.precision.adaptive import LONGEST_WAIT, SpikeDetector
 from yunlu.training.precision.ranges import FiniteProbe, RangeProbe, find_candidates
-
-CPU = torch.device("cpu")
 
 
 class Run:
@@ -25,7 +24,7 @@ class Run:
         self, model: nn.Module, loss: Callable[[nn.Module], Tensor], *, name: str = "fp16"
     ) -> None:
         self.model, self.loss = model, loss
-        self.precision = Precision(name, CPU, adapt=True)
+        self.precision = Precision(name, DEVICE, adapt=True)
         self.precision.attach(model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         self.steps, self.looks = 0, list[int]()
@@ -115,11 +114,11 @@ def test_bad_data_and_masks_are_nobodys_fault(bad: float) -> None:
     inputs = torch.randn(2, 3, 8)
     inputs[0, 0, 0] = bad
     probe = FiniteProbe(model, find_candidates(model))
-    with probe.hooks(), Precision("fp16", CPU).forward():
+    with probe.hooks(), Precision("fp16", DEVICE).forward():
         model(inputs)
     assert probe.read_culprits() == []
     healthy = FiniteProbe(model, find_candidates(model))
-    with healthy.hooks(), Precision("fp16", CPU).forward():
+    with healthy.hooks(), Precision("fp16", DEVICE).forward():
         model(torch.randn(2, 3, 8))
     assert healthy.read_culprits() == []
 
@@ -134,7 +133,7 @@ def test_overflow_is_put_down_to_where_it_starts() -> None:
     with torch.no_grad():
         model[1][0].weight.fill_(0).fill_diagonal_(1e3)
     probe = FiniteProbe(model, find_candidates(model))
-    with probe.hooks(), Precision("fp16", CPU).forward():
+    with probe.hooks(), Precision("fp16", DEVICE).forward():
         model(torch.ones(1, 2) * 50)
     assert probe.read_culprits() == ["1.1"]  # not the layer before, the ones around, or after
 
@@ -151,7 +150,7 @@ def test_two_culprits_side_by_side_are_both_found() -> None:
 
     model = Fork()
     probe = FiniteProbe(model, find_candidates(model))
-    with probe.hooks(), Precision("fp16", CPU).forward():
+    with probe.hooks(), Precision("fp16", DEVICE).forward():
         model(torch.ones(1, 2))
     assert probe.read_culprits() == ["left", "right"]
 

@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training_device import DEVICE
 from yunlu.core.errors import JobError
 from yunlu.training.precision import Precision, check_precision
 from yunlu.training.precision.adaptive import LARGEST, SMALLEST, LossScale
 from yunlu.training.precision.autocast import tf32_products
 from yunlu.training.tasks.scoring import loss_sum
 
-CPU = torch.device("cpu")
 LOW = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 
 
@@ -51,13 +51,13 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_a_processor_has_these_precisions(name: str) -> None:
-    check_precision(name, CPU)
+    check_precision(name, DEVICE)
 
 
 @pytest.mark.parametrize("name", ["tf32", "fp8"])
 def test_a_precision_the_device_lacks_is_refused_with_what_it_needs(name: str) -> None:
     with pytest.raises(JobError, match=rf"{name} needs .* GPU.*this device is a cpu") as error:
-        Precision(name, CPU)
+        Precision(name, torch.device("cpu"))
     assert "auto" in (error.value.hint or "")
 
 
@@ -106,7 +106,7 @@ def test_norms_softmax_and_losses_compute_in_fp32(name: str, dtype: torch.dtype)
         "mse_loss": lambda x: functional.mse_loss(x, inputs),
     }
     for operator, work in works.items():
-        with Recorder() as recorder, Precision(name, CPU).forward():
+        with Recorder() as recorder, Precision(name, DEVICE).forward():
             low = product(inputs)
             result = work(low)
         assert low.dtype is dtype
@@ -119,7 +119,7 @@ def test_norms_softmax_and_losses_compute_in_fp32(name: str, dtype: torch.dtype)
 def test_batch_norm_rounds_its_result_but_sums_in_fp32(name: str, dtype: torch.dtype) -> None:
     norm = nn.BatchNorm1d(4)
     inputs = (1000 + torch.randn(256, 4)).to(dtype)
-    with Precision(name, CPU).forward():
+    with Precision(name, DEVICE).forward():
         found = norm(inputs)
     assert norm.running_mean is not None
     assert norm.running_mean.dtype is torch.float32
@@ -130,7 +130,7 @@ def test_batch_norm_rounds_its_result_but_sums_in_fp32(name: str, dtype: torch.d
 @pytest.mark.parametrize(("name", "dtype"), LOW)
 def test_the_tasks_loss_is_fp32_on_low_scores(name: str, dtype: torch.dtype) -> None:
     scores, targets = (torch.randn(4, 8) * 30).to(dtype), torch.tensor([0, 1, 2, 3])
-    with Precision(name, CPU).forward():
+    with Precision(name, DEVICE).forward():
         found = loss_sum(scores, targets)
     assert found.dtype is torch.float32
     exact = functional.cross_entropy(scores.double(), targets, reduction="sum")
@@ -140,7 +140,7 @@ def test_the_tasks_loss_is_fp32_on_low_scores(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_an_lstm_trains_where_the_processor_has_no_low_one(name: str) -> None:
     model = nn.LSTM(4, 4)
-    with Precision(name, CPU).forward():
+    with Precision(name, DEVICE).forward():
         outputs, _ = model(torch.randn(3, 2, 4))
     outputs.float().sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
@@ -148,7 +148,7 @@ def test_an_lstm_trains_where_the_processor_has_no_low_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_master_weights_and_gradients_are_fp32(name: str) -> None:
-    model, precision = small_model(), Precision(name, CPU)
+    model, precision = small_model(), Precision(name, DEVICE)
     inputs, targets = batches(1)[0]
     with precision.forward():
         loss = loss_sum(model(inputs), targets)
@@ -185,7 +185,7 @@ def test_a_step_with_accumulation_and_clipping_is_that_of_fp32(name: str, tolera
         model = small_model()
         start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        applied, norm = take_step(model, optimizer, Precision(each, CPU), batches(3))
+        applied, norm = take_step(model, optimizer, Precision(each, DEVICE), batches(3))
         assert applied
         assert norm > 0.1  # clipped: the bound must meet the true size, not the scaled one
         results[each] = nn.utils.parameters_to_vector(model.parameters()).detach() - start, norm
@@ -197,7 +197,7 @@ def test_a_step_with_accumulation_and_clipping_is_that_of_fp32(name: str, tolera
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_in_one_micro_batch_leaves_everything_as_it_was(fused: bool) -> None:
-    model, precision = small_model(), Precision("fp16", CPU)
+    model, precision = small_model(), Precision("fp16", DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     average = AveragedModel(model)
     good = batches(3)
@@ -221,7 +221,7 @@ def test_an_overflow_in_one_micro_batch_leaves_everything_as_it_was(fused: bool)
 
 
 def test_a_step_that_is_left_out_lets_the_next_one_go_on() -> None:
-    model, precision = small_model(), Precision("fp16", CPU)
+    model, precision = small_model(), Precision("fp16", DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in batches(1):
         with precision.forward():
@@ -246,7 +246,7 @@ def scaled_steps(scale: LossScale, gradients: list[float]) -> list[bool]:
 
 
 def test_the_scale_grows_halves_and_stays_in_bounds() -> None:
-    scale = LossScale(CPU)
+    scale = LossScale(DEVICE)
     start = scale.value
     scale.restore(scale.state() | {"_growth_tracker": 1995})
     scaled_steps(scale, [1.0] * 5)
@@ -263,10 +263,10 @@ def test_the_scale_grows_halves_and_stays_in_bounds() -> None:
 
 
 def test_the_scale_continues_exactly_from_json() -> None:
-    one = LossScale(CPU)
+    one = LossScale(DEVICE)
     scaled_steps(one, [1.0, float("inf")])
     one.restore(one.state() | {"_growth_tracker": 1990})
-    other = LossScale(CPU)
+    other = LossScale(DEVICE)
     other.restore(json.loads(json.dumps(one.state())))
     assert other.state() == one.state()
     for scale in (one, other):
@@ -276,7 +276,7 @@ def test_the_scale_continues_exactly_from_json() -> None:
 
 
 def test_full_precision_has_no_scale_and_nothing_to_keep() -> None:
-    precision = Precision("fp32", CPU, adapt=True)
+    precision = Precision("fp32", DEVICE, adapt=True)
     precision.attach(small_model())
     assert (precision.scale, precision.skips, precision.low_share) == (None, 0, None)
     assert precision.state() == {}

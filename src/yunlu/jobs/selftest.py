@@ -23,7 +23,7 @@ from yunlu.core.secrets import is_secret_name, mask_value
 from yunlu.core.settings import override_variables, read_accelerators, read_settings
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import count_gpus, require_training
-from yunlu.hardware.accelerators import ACCELERATORS, SHARED_PREFIXES
+from yunlu.hardware.accelerators import ACCELERATORS, is_shared_variable
 from yunlu.jobs.accelerator_facts import AcceleratorFacts, read_accelerator_facts
 from yunlu.jobs.run_log import LogCursor, MetricRecord
 from yunlu.jobs.selftest_plan import (
@@ -637,7 +637,7 @@ def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name in _VARIABLES or name.startswith(SHARED_PREFIXES)) and not is_secret_name(name)
+        if (name in _VARIABLES or is_shared_variable(name)) and not is_secret_name(name)
     }
 
 

@@ -22,10 +22,10 @@ from yunlu.training.engine import Engine
 from yunlu.training.parallel.world import World, form_world
 from yunlu.training.tasks.task import TrainingInputs
 
-STEPS = 8
+STEPS = 5
 CPU = torch.device("cpu")
 SETTINGS: dict[str, dict[str, Any]] = {
-    # Eight micro-batches a step.
+    # Four micro-batches a step, or two on each of two workers.
     "tied": {"clip": "adaptive", "ema": 0.9, "precision": "fp16"},
     "normed": {"clip": {"norm": 0.5, "value": 0.2}, "l1": 1e-4, "kernel": "single"},
 }
@@ -64,7 +64,7 @@ class Watcher:
 
 
 def train(
-    model: str, device: torch.device, world: World | None = None, *, micro_batch: int = 4
+    model: str, device: torch.device, world: World | None = None, *, micro_batch: int = 8
 ) -> Watcher:
     settings = dict(SETTINGS[model])
     precision, kernel = settings.pop("precision", "fp32"), settings.pop("kernel", "fused")
@@ -118,7 +118,7 @@ def train_two(rank: int, folder: str) -> None:
         for model in SETTINGS:
             # Statistics of a batch are those of the micro-batches of all workers.
             alone, found = (
-                train(model, CPU, micro_batch=4 * WORLD).losses,
+                train(model, CPU, micro_batch=8 * WORLD).losses,
                 json.loads(Path(folder, model).read_text()),
             )
             torch.testing.assert_close(found, alone, rtol=3e-4, atol=1e-4)
@@ -127,7 +127,6 @@ def train_two(rank: int, folder: str) -> None:
 if __name__ == "__main__":
     assert os.environ["PRETEND_NO_FLOAT64"] == "1"
     code = run_ranks(train_two)
-    for name in SETTINGS:
-        train_alone(name)
+    train_alone("tied")
     assert pretend.contexts() == [0]
     sys.exit(code)

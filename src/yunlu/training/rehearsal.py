@@ -171,12 +171,13 @@ def _fake_group(plan: Plan) -> Generator[None]:
     plain = {name: getattr(DeviceMesh, name) for name in _MESH_MAKERS}
     for name, make in plain.items():
         setattr(DeviceMesh, name, _with_real_numbers(make))
-    chunk: Any = fsdp_parameters._chunk_with_empty
-    fsdp_parameters._chunk_with_empty = _Chunks  # pyright: ignore[reportAttributeAccessIssue]
+    fsdp: Any = fsdp_parameters
+    chunk = fsdp._chunk_with_empty
+    fsdp._chunk_with_empty = _Chunks
     try:
         yield
     finally:
-        fsdp_parameters._chunk_with_empty = chunk
+        fsdp._chunk_with_empty = chunk
         for name, make in plain.items():
             setattr(DeviceMesh, name, make)
         dist.destroy_process_group()

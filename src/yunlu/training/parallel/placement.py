@@ -12,7 +12,7 @@ from yunlu.training.tensor_slices import is_distributed
 if TYPE_CHECKING:
     from torch import Tensor
 
-_is_compatible: Any = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_torch: Any = torch
 
 
 def move_in_place(module: nn.Module, device: torch.device) -> None:
@@ -25,7 +25,7 @@ def move_in_place(module: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _move(tensor: Tensor, device: torch.device) -> None:
     moved = tensor.detach().to(device)
-    if _is_compatible(tensor, moved):
+    if _torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
         return
     # Tensors of devices that torch does not have itself cannot take the place of others' data.

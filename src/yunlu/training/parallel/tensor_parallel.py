@@ -121,7 +121,8 @@ class HeadInput(Tensor):
 def multiply_with_head(x: Tensor, *weights: Any, handling: LogitsHandling, **named: Any) -> Tensor:
     """The logits of a plain tensor."""
     replicated = DTensor.from_local(x, handling.mesh, [Replicate()], run_check=False)
-    return handling.convert(functional.linear(replicated, *weights, **named))
+    logits: Any = functional.linear(replicated, *weights, **named)
+    return handling.convert(logits)
 
 
 class ShardedLoss(TorchFunctionMode):

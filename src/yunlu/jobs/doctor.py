@@ -214,12 +214,11 @@ _STATUS_PROGRAMS = {
     "ascend": "npu-smi info",
     "intel": "xpu-smi discovery",
 }
-_TORCH_INDEX = "https://download.pytorch.org/whl"
+_GUIDE = "(https://pytorch.org/get-started names the index of each build)"
 _INSTALL_BUILDS = {
     "cuda": "pip install --force-reinstall torch (on Linux, PyPI's build is for CUDA)",
-    "rocm": f"pip install --force-reinstall torch --index-url {_TORCH_INDEX}/rocmX.Y "
-    "(https://pytorch.org/get-started names X.Y)",
-    "xpu": f"pip install --force-reinstall torch --index-url {_TORCH_INDEX}/xpu",
+    "rocm": f"install torch's build for ROCm {_GUIDE}",
+    "xpu": f"install torch's build for XPU {_GUIDE}",
 }
 _DIGITS = re.compile(r"\d+(,\d+)*")
 
@@ -274,7 +273,7 @@ def _missing_for_ascend(facts: AcceleratorFacts) -> Iterator[tuple[str, str]]:
     if version is not None and {"cuda", "rocm"} & set(facts.builds or ()):
         yield (
             f"torch {facts.torch} is a build for other accelerators, beside which torch_npu refuses to load.",
-            f"pip install --force-reinstall torch=={version} --index-url {_TORCH_INDEX}/cpu",
+            f"Install the CPU build of torch {version} {_GUIDE}.",
         )
     if ascend.torch_npu is None:
         yield "torch_npu is not installed.", f"pip install torch_npu=={version or '2.13.0'}"

@@ -82,7 +82,7 @@ def test_the_page_has_every_public_name_every_door_and_fits() -> None:
     found = anchors(ROOT / "docs" / "api.md")
     assert {f"yunlu{name.lower()}" for name in public_names} <= found
     assert {"task", "tracker", "executor", "client", "runstore"} <= found
-    assert len((ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()) <= 1100
+    assert len((ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()) <= 1500
 
 
 def _make_page(directory: Path) -> str:

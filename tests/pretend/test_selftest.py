@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.canned_profiles import store_profiles
 from tests.pretend.build import environment
-from tests.pretend.test_training import store_profile
-from yunlu.planning.machine_profile import FOLDER, dump_profiles, file_names, parse_profiles
 from yunlu.training.probe import cpu_name
 
 # A device whose attention is a little wrong, as after a bad driver update.
@@ -42,17 +41,7 @@ if "yunlu" in " ".join(sys.orig_argv):
 
 def run_selftest(folder: Path, *options: str, path: str = "") -> tuple[int, str, dict[str, Any]]:
     """Exit code, what it printed, and the file that it wrote."""
-    for kind, device in (("cpu", cpu_name()), ("npu", "Pretend npu 0")):
-        store_profile(folder / kind, kind, device)
-    stored = [
-        profile
-        for kind in ("cpu", "npu")
-        for file in (folder / kind / FOLDER).iterdir()
-        for profile in parse_profiles(file.read_bytes())
-    ]
-    (folder / "cache" / FOLDER).mkdir(parents=True)
-    name = file_names(cpu_name(), "")[0]
-    (folder / "cache" / FOLDER / name).write_bytes(dump_profiles(stored))
+    store_profiles(folder / "cache", cpu=cpu_name(), npu="Pretend npu 0")
     env = environment(memory=256 << 20, PRETEND_RACE_LOG=str(folder / "races")) | {
         "YUNLU_HOME": str(folder / "home"),
         "YUNLU_CACHE": str(folder / "cache"),

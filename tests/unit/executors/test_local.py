@@ -94,7 +94,7 @@ def test_two_runs_on_one_machine_get_different_gpus(
         return idle
 
     monkeypatch.setattr(module, "lead_program", program)
-    with pytest.raises(ExecutorError, match="has 3 GPUs, not 4"):
+    with pytest.raises(ExecutorError, match="has 3 accelerators, not 4"):
         LocalExecutor("local://?devices=4")
     executor = LocalExecutor("local://?node=here")
     runs: list[RunStore] = []

@@ -198,7 +198,7 @@ def test_the_program_prints_a_machine_and_a_verdict_for_each_precision(
     assert probe.main(["--measure"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert Machine.model_validate(found["machine"]).cores >= 1
-    assert found["torch"] == {"version": torch.__version__, "problem": None}
+    assert found["torch"] == {"version": torch.__version__, "problem": None, "builds": []}
     speeds = {speed["precision"]: speed for speed in found["measured"]["precisions"]}
     assert list(speeds) == ["fp32", "bf16", "fp16"]
     assert speeds["fp32"]["relative_speed"] == 1.0

@@ -130,7 +130,7 @@ def close_listeners(before: Collection[Socket], *, keep: Collection[int] = ()) -
 
 def is_own_connection(sock: socket.socket) -> bool:
     """Whether a local connection is of our own user: the kernel knows who holds its other end."""
-    return _owner_of(sock.getpeername()) == os.getuid()
+    return _owner_of_other_end(sock) == os.getuid()
 
 
 def _close_listener(descriptor: int) -> int | None:
@@ -155,17 +155,26 @@ def _is_foreign(descriptor: int, ports: Collection[int]) -> bool:
         with sock:
             if sock.family != socket.AF_INET or sock.getsockname()[1] not in ports:
                 return False
-            peer = sock.getpeername()
-            return is_loopback(peer[0]) and _owner_of(peer) not in {os.getuid(), None}
+            if not is_loopback(sock.getpeername()[0]):
+                return False
+            return _owner_of_other_end(sock) not in {os.getuid(), None}
     return False
 
 
-def _owner_of(address: tuple[str, int]) -> int | None:
-    """User who holds the local end of a connection with this address; None if it is closed."""
-    host, port = address
-    name = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+def _owner_of_other_end(sock: socket.socket) -> int | None:
+    """User who holds the other end of a local connection; None if nobody does any more.
+
+    Both addresses count: a port is used again for connections to other places. An end without an inode is
+    closed, or closing, and the kernel names root for all of those.
+    """
+    ends = _kernel_name(sock.getpeername()), _kernel_name(sock.getsockname())
     for line in Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
-        if fields[1] == name:
+        if (fields[1], fields[2]) == ends and fields[9] != "0":
             return int(fields[7])
     return None
+
+
+def _kernel_name(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
-from tests.training_device import DEVICE
+from tests.training_device import DEVICE, gradient_norm
 from yunlu.training.precision import Precision, PrecisionChange
 
 STEPS = 80
@@ -88,6 +88,7 @@ class Training:
                     loss, faint = self.measure(part)
                 self.precision.backward((loss + FAINT * faint) / 2)
             self.precision.unscale(self.optimizer)
+            self.precision.note_norm(gradient_norm(self.model))
             if self.precision.step(self.optimizer):
                 self.average.update_parameters(self.model)
             self.optimizer.zero_grad(set_to_none=True)

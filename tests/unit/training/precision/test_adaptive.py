@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from tests.training_device import DEVICE
+from tests.training_device import DEVICE, gradient_norm
 from yunlu.training.precision import Precision, PrecisionChange
 from yunlu.training.precision.adaptive import LONGEST_WAIT, SpikeDetector
 from yunlu.training.precision.ranges import FiniteProbe, RangeProbe, find_candidates
@@ -40,6 +40,7 @@ class Run:
                 loss = self.loss(self.model)
             self.precision.backward(loss)
             self.precision.unscale(self.optimizer)
+            self.precision.note_norm(gradient_norm(self.model))
             self.precision.step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
             moves += self.precision.observe(step=self.steps, loss=loss.item())

@@ -126,11 +126,14 @@ def _in_world(
     import torch.distributed as dist
 
     from tests.training_device import device_of
+    from yunlu.training.device import synchronize
     from yunlu.training.parallel.world import form_world
 
     meeting = dist.FileStore(store, layout.world) if layout.world > 1 else None
     world = form_world(layout, rank, meeting, secret=b"test", device=device_of(rank))
     try:
-        return function(world, *args)
+        answer = function(world, *args)
+        synchronize(world.device)  # others may still receive what a device has not sent yet
+        return answer
     finally:
         world.close()

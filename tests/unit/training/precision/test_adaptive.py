@@ -40,6 +40,10 @@ class Run:
                 loss = self.loss(self.model)
             self.precision.backward(loss)
             self.precision.unscale(self.optimizer)
+            norm = nn.utils.get_total_norm(
+                [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+            )
+            self.precision.note_norm(float(norm))
             self.precision.step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
             moves += self.precision.observe(step=self.steps, loss=loss.item())

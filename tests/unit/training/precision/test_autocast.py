@@ -173,6 +173,7 @@ def take_step(
         precision.backward(loss / items)
     precision.unscale(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    precision.note_norm(float(norm))
     applied = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     return applied, float(norm)

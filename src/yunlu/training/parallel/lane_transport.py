@@ -44,7 +44,7 @@ class LaneTransport(StageTransport):
     def __init__(self, group: Any, rank: int, device: torch.device, lanes: Lanes) -> None:
         super().__init__(group, rank, device)
         self._lanes = lanes
-        self._inboxes: dict[tuple[LaneKind, int], _Inbox] = {}
+        self._inboxes: dict[tuple[LaneKind, int], _LaneReceives] = {}
         self._on_their_way: list[tuple[int, int]] = []
         lanes.open(device)
 
@@ -109,10 +109,10 @@ class LaneTransport(StageTransport):
     def _make(self, tag: int) -> Tensor:
         return make_buffer(self._heard(tag), self._device)
 
-    def _inbox(self, kind: LaneKind, source: int) -> _Inbox:
+    def _inbox(self, kind: LaneKind, source: int) -> _LaneReceives:
         found = self._inboxes.get((kind, source))
         if found is None:
-            found = self._inboxes[kind, source] = _Inbox(self._lanes.incoming[kind, source])
+            found = self._inboxes[kind, source] = _LaneReceives(self._lanes.incoming[kind, source])
         return found
 
     def _lane(self, tensor: Tensor, peer: int, tag: int, *, is_incoming: bool) -> Lane | None:
@@ -124,7 +124,7 @@ class LaneTransport(StageTransport):
         return lanes.find_incoming(peer) if is_incoming else lanes.find_outgoing(peer)
 
 
-class _Inbox:
+class _LaneReceives:
     """The receives of one lane, in the order of the schedule, which is that of the sends."""
 
     def __init__(self, lane: Lane) -> None:
@@ -181,7 +181,7 @@ class _Inbox:
 class _NextReceive(PendingReceive):
     """A receive that is posted when it is its turn."""
 
-    def __init__(self, inbox: _Inbox, tag: int) -> None:
+    def __init__(self, inbox: _LaneReceives, tag: int) -> None:
         self._inbox, self._tag = inbox, tag
 
     def get(self) -> Tensor:

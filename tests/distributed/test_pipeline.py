@@ -138,7 +138,12 @@ def _make_pipeline(world: World, name: str) -> Pipeline:
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return Pipeline(
-        own, group=world.group("pp"), layout=world.layout, rank_in_pp=rank, shared=shared
+        own,
+        group=world.group("pp"),
+        layout=world.layout,
+        rank_in_pp=rank,
+        shared=shared,
+        lanes=world.lanes,
     )
 
 
@@ -309,12 +314,15 @@ def _run(
     pipeline: Pipeline, world: World, before_last: Any, outcome: list[str] | None = None
 ) -> None:
     try:
-        pipeline.accumulate(
+        total = pipeline.accumulate(
             _micros(0, 0, count=3, name="tied 2", world=world),
             lambda model, batch: _loss(model, batch, 7),
             lambda loss: loss.backward(),
             before_last=before_last,
         )
+        total.item()  # where the host waits for an accelerator
+        if world.is_disconnected:
+            raise RuntimeError("cut off")
         said = "done"
     except RuntimeError as error:
         said = f"failed: {error}"

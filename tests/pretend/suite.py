@@ -94,6 +94,8 @@ class Selection:
 
     arguments: tuple[str, ...]
     devices: int = 2
+    has_float64: bool = False
+    """Only for tests that make such tensors themselves, or use torch's loss scaler: it inverts in float64."""
 
 
 CORE = {
@@ -103,7 +105,8 @@ CORE = {
             f"{UNIT}/memory/test_gradient_release.py",
             f"{UNIT}/asynchronous/test_asynchronous.py",
             f"{UNIT}/tasks/test_python_objects.py::test_train_takes_live_objects_and_returns_the_run",
-        )
+        ),
+        has_float64=True,
     ),
     "layouts": Selection(
         (
@@ -140,7 +143,7 @@ CORE = {
 """What ``make test`` runs, by what it is about."""
 
 ROOMS = {
-    "unit": Selection((UNIT,)),
+    "unit": Selection((UNIT,), has_float64=True),
     "distributed": Selection((RANKS,), devices=4),
     "integration": Selection((WHOLE,), devices=1),
 }
@@ -192,7 +195,12 @@ def reason_against(name: str) -> str:
 
 
 def run_tests(
-    folder: Path, arguments: Sequence[str], *, devices: int = 2, **settings: str
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    devices: int = 2,
+    has_float64: bool = False,
+    **settings: str,
 ) -> Outcomes:
     """Run tests on pretend devices; ``folder`` takes their logs."""
     logs = {
@@ -200,9 +208,8 @@ def run_tests(
         "PRETEND_RACE_LOG": str(folder / "races"),
         "PRETEND_REPORT": str(folder / "report.json"),
     }
-    env = environment(
-        devices=devices, memory=1 << 30, name=KIND, PRETEND_POISON="1", **logs, **settings
-    )
+    strict = {"PRETEND_POISON": "1", "PRETEND_NO_FLOAT64": str(int(not has_float64))}
+    env = environment(devices=devices, memory=1 << 30, name=KIND, **strict, **logs, **settings)
     env |= {"YUNLU_TEST_DEVICE": KIND, "YUNLU_ACCELERATORS": f"{KIND}:{devices}"}
     plugins = ("-p", "tests.pretend.on_device", "-p", "no:cacheprovider", "-p", "no:xdist")
     # Torch's reduced losses resize their own result on devices of other makers, and warn of it.

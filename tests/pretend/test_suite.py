@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("pretend")
 
 def check(tests: Selection, folder: Path, *, least_share: float) -> None:
     """All pass, the share of those on the device is large enough, and nothing raced."""
-    found = run_tests(folder, tests.arguments, devices=tests.devices)
+    found = run_tests(folder, tests.arguments, devices=tests.devices, has_float64=tests.has_float64)
     told = found.describe()
     print(told)  # noqa: T201 - the figure, for whoever asks by `pytest -s`
     assert found.code == 0, found.output[-10_000:]

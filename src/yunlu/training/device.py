@@ -116,6 +116,16 @@ def backend_of(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device.type) if is_accelerator(device) else "gloo"
 
 
+def bound_device(device: torch.device) -> torch.device | None:
+    """The device to name when the groups of a world are formed; None if they connect when first used.
+
+    With it a library connects all workers once, and divides that group into those of the axes. Without it
+    each group connects in its first message, and a fault of the network shows in the middle of a step.
+    """
+    is_known = is_accelerator(device) and kind_of(device.type).connects_at_once
+    return device if is_known else None
+
+
 def message_device(group: Any) -> torch.device:
     """Where the tensors of messages are for this group: the host wherever it has a backend for it."""
     try:

@@ -399,6 +399,7 @@ class Engine:
         if unread is not None:
             parts.append(unread)
         loss_value, norm_value, *sums = torch.cat(parts).tolist()
+        self.world.check_connected()  # the results of a sum that was ended are anything
         if unread is not None:
             self.noise.read(sums)
         if clock is not None:

@@ -41,14 +41,16 @@ from yunlu.planning.layouts import AXES, Layout
 from yunlu.planning.plan import Plan, RankRehearsal, Rehearsal
 from yunlu.spec.job import Job
 from yunlu.training.data.batches import lengths_of
-from yunlu.training.device import CPU, accelerator_kind
+from yunlu.training.device import CPU, accelerator_kind, is_accelerator
 from yunlu.training.engine import make_average, make_optimizer, wrap_model
 from yunlu.training.memory.peak import LiveBytes
 from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.model_profiler import blank_job, fake_values
 from yunlu.training.models.adapter import add_adapter
 from yunlu.training.models.networks import allow_single_samples
-from yunlu.training.parallel.pipeline import PendingReceive, StageMessage, StageTransport
+from yunlu.training.parallel.lane_transport import LaneTransport
+from yunlu.training.parallel.lanes import Lane, Lanes
+from yunlu.training.parallel.stage_transport import PendingReceive, StageMessage, StageTransport
 from yunlu.training.parallel.tensor_parallel import HeadInput, multiply_with_head
 from yunlu.training.parallel.world import World
 from yunlu.training.precision import Precision
@@ -344,7 +346,7 @@ class _RehearsedStep:
         self.wrapped: WrappedModel = wrap_model(model, world, _NoCommunication(plan))
         pipeline: Any = getattr(self.wrapped, "_pipeline", None)
         if pipeline is not None:
-            pipeline.use_transport(_RehearsedTransport(sent, pipeline.rank, world.device))
+            pipeline.use_transport(_make_transport(sent, pipeline.rank, world.device))
         self.optimizer, self._release = make_optimizer(job, plan, model, self.wrapped.optimized)
         self._model, decay = model, job.train.ema
         memory.phase = "averaged weights" if decay else memory.phase
@@ -459,6 +461,76 @@ class _Sending:
     def wait(self) -> None:
         """Nothing is under way."""
 
+    def is_completed(self) -> bool:
+        """At once."""
+        return True
+
+
+class _RehearsedLane(Lane):
+    """Sends to nobody."""
+
+    def send(self, tensor: Tensor) -> Any:
+        """Nothing."""
+        del tensor
+        return _Sending()
+
+    def receive(self, buffer: Tensor) -> Any:
+        """Nothing."""
+        del buffer
+        return _Sending()
+
+
+class _AllLanes(dict[Any, Lane]):
+    """To everybody."""
+
+    def __missing__(self, key: Any) -> Lane:
+        return _RehearsedLane(None, 0)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As if all were there."""
+        del default
+        return self[key]
+
+
+def _make_transport(sent: _Sent, rank: int, device: torch.device) -> StageTransport:
+    if not is_accelerator(device):
+        return _RehearsedTransport(sent, rank, device)
+    return _RehearsedLanes(sent, rank, device)
+
+
+class _RehearsedLanes(LaneTransport):
+    """As ``_RehearsedTransport``, for the buffers that lanes need."""
+
+    def __init__(self, sent: _Sent, rank: int, device: torch.device) -> None:
+        lanes = Lanes(outgoing=_AllLanes(), incoming=_AllLanes())
+        super().__init__(None, rank, device, lanes)
+        self._sent = sent
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Record the shape; headers and flags are no tensors of the device."""
+        if to == self._rank:
+            super().send(tensor, to, tag)
+        elif is_accelerator(tensor.device):
+            self._sent[tag] = tuple(tensor.shape), tensor.dtype
+            super().send(tensor, to, tag)
+
+    def expect(self, like: Tensor, source: int, tag: int) -> PendingReceive:
+        """A buffer, when it would be posted."""
+        if source != self._rank and not is_accelerator(like.device):
+            return PendingReceive(like, _Sending())
+        return super().expect(like, source, tag)
+
+    def _hear(self, messages: Sequence[StageMessage], answer: Any) -> None:
+        """Nothing arrives before it is taken."""
+
+    def _has_heard(self, tag: int) -> bool:
+        del tag
+        return False
+
+    def _make(self, tag: int) -> Tensor:
+        shape, dtype = self._sent.get(tag) or next(iter(self._sent.values()))
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
 
 class _RehearsedTransport(StageTransport):
     """Keeps what is sent as long as training would; what is received has the shape that was sent."""
@@ -476,13 +548,15 @@ class _RehearsedTransport(StageTransport):
             self._sent[tag] = tuple(tensor.shape), tensor.dtype
         self._sending.setdefault((to, tag), []).append((_Sending(), tensor.contiguous()))
 
-    def expect(self, buffer: Tensor, source: int, tag: int) -> PendingReceive:
+    def expect(self, like: Tensor, source: int, tag: int) -> PendingReceive:
         """The buffer as it is."""
         if source == self._rank:
-            return super().expect(buffer, source, tag)
-        return PendingReceive(buffer, _Sending())
+            return super().expect(like, source, tag)
+        return PendingReceive(torch.empty_like(like).detach(), _Sending())
 
-    def listen(self, messages: Sequence[StageMessage]) -> None:
+    def listen(
+        self, messages: Sequence[StageMessage], gradients: Sequence[tuple[int, int]] = ()
+    ) -> None:
         """Nothing arrives before it is taken."""
 
     def take(self, message: StageMessage) -> Tensor:

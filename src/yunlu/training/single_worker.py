@@ -88,6 +88,9 @@ class SingleWorld:
         """Sum over all workers, in place."""
         return numbers
 
+    def check_connected(self) -> None:
+        """There is nobody to be cut off from."""
+
     def broadcast_numbers(self, *numbers: float) -> list[float]:
         """Broadcast the leader's numbers; all workers pass the same count."""
         # On the host, whatever the device: nobody waits for what the device still computes.

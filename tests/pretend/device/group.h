@@ -365,13 +365,14 @@ struct Group final : c10d::Backend {
     auto oa = twins(out), ia = twins(in);
     return collective(Op::ALLTOALL, "alltoall", in, out, out, [&] { return shared->gloo->alltoall(oa, ia, o); });
   }
-  InnerWork send(Tensors& t, int to, int tag) override {
+  // As with NCCL's and HCCL's, tags say nothing: messages are matched in the order in which they were posted.
+  InnerWork send(Tensors& t, int to, int) override {
     auto a = twins(t);
-    return collective(Op::SEND, "send", t, {}, {}, [&] { return shared->gloo->send(a, to, tag); });
+    return collective(Op::SEND, "send", t, {}, {}, [&] { return shared->gloo->send(a, to, 0); });
   }
-  InnerWork recv(Tensors& t, int from, int tag) override {
+  InnerWork recv(Tensors& t, int from, int) override {
     auto a = twins(t);
-    return collective(Op::RECV, "recv", {}, t, t, [&] { return shared->gloo->recv(a, from, tag); });
+    return collective(Op::RECV, "recv", {}, t, t, [&] { return shared->gloo->recv(a, from, 0); });
   }
   InnerWork barrier(const c10d::BarrierOptions& o) override {
     auto work = collective(Op::BARRIER, "barrier", {}, {}, {}, [&] {

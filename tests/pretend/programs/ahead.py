@@ -13,8 +13,9 @@ import torch
 
 from tests.pretend.programs.checks import raises, run_checks
 from yunlu.core.errors import DataError, YunluError
-from yunlu.training.compiler import compile_model
+from yunlu.training.compiler import compile_model, compiled_call
 from yunlu.training.determinism import copy_random, restore_random
+from yunlu.training.device import kind_of
 from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.step_clock import DeviceClock
 from yunlu.training.tasks.task import Batch
@@ -139,6 +140,13 @@ def check_the_clock_tells_computing_from_waiting_for_data() -> None:
 def check_a_compiler_is_tried_only_where_the_device_has_one() -> None:
     with raises(YunluError, "npu"):
         compile_model(torch.nn.Linear(2, 2), "inductor", NPU)
+    kind, model = kind_of("npu"), torch.nn.Linear(2, 2)
+    kind.compiler_problem = lambda: None
+    try:
+        compile_model(model, "inductor", NPU)
+    finally:
+        del kind.compiler_problem
+    assert compiled_call(model) is not None
 
 
 if __name__ == "__main__":

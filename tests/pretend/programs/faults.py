@@ -29,10 +29,14 @@ from yunlu.training.device import (
     synchronize,
     used_kind,
 )
+from yunlu.training.device_feed import StepCopies
 from yunlu.training.evaluate import evaluate
+from yunlu.training.models.networks import ConvGRU
+from yunlu.training.models.transformer import TransformerClassifier
 from yunlu.training.precision import Precision
 from yunlu.training.precision.adaptive import DeviceLossScale
 from yunlu.training.probe import _accelerators
+from yunlu.training.tasks.task import Batch
 
 FIRST, SECOND = torch.device("npu:0"), torch.device("npu:1")
 
@@ -176,6 +180,32 @@ def check_the_generator_of_the_device_is_kept() -> None:
     assert draw() == first
     seed_device(FIRST, 5)
     assert draw() == first
+
+
+def check_lengths_are_read_on_the_host() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([5, 9, 9, 2])
+    frames, ids = torch.randn(4, 9, 8), torch.randint(0, 16, (25,))
+    models: list[tuple[nn.Module, tuple[torch.Tensor, ...]]] = [
+        (ConvGRU(8, 5, hidden=8, layers=1, dropout=0.0), (frames, lengths)),
+        (
+            TransformerClassifier(
+                vocabulary=16, max_length=16, classes=3, width=16, layers=1, heads=2
+            ),
+            (ids, lengths),
+        ),
+    ]
+    for model, inputs in models:
+        expected = model.eval()(*inputs)
+        batch = Batch(inputs=inputs, targets=lengths, samples=4, items=4, on_host=(1,))
+        (here,) = StepCopies([batch], SECOND, torch.Stream(SECOND)).batches()
+        moved = here.to(SECOND)
+        assert moved.inputs[1].device == CPU
+        model.to(SECOND)
+        with pretend.counting() as counts:
+            found = model(*moved.inputs)
+        assert counts["synchronizations"] == counts["waits_copy_from_host"] == 0, counts
+        torch.testing.assert_close(found.cpu(), expected)
 
 
 def check_timers_wait_for_the_device() -> None:

@@ -124,9 +124,24 @@ def train_two(rank: int, folder: str) -> None:
             torch.testing.assert_close(found, alone, rtol=3e-4, atol=1e-4)
 
 
+def train_stages(rank: int, folder: str) -> None:
+    """Four stages on two workers: activations and gradients go both ways, from device to device."""
+    torch.set_num_threads(1)
+    device = open_device("npu", rank)
+    store = dist.FileStore(str(Path(folder, "store")), WORLD)
+    layout = Layout(pp=WORLD, schedule="interleaved", stages_per_rank=2)
+    world = form_world(layout, rank, store, device=device, secret=b"0" * 32)
+    watcher = train("tied", device, world, micro_batch=4)
+    check_waits(watcher)
+    assert not pretend.races()
+    if rank == 0:
+        alone = train("tied", CPU, micro_batch=4).losses
+        torch.testing.assert_close(watcher.losses, alone, rtol=3e-4, atol=1e-4)
+
+
 if __name__ == "__main__":
     assert os.environ["PRETEND_NO_FLOAT64"] == "1"
-    code = run_ranks(train_two)
+    code = run_ranks(train_two) or run_ranks(train_stages)
     train_alone("tied")
     assert pretend.contexts() == [0]
     sys.exit(code)

@@ -8,8 +8,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pretend_accelerator as pretend
@@ -21,10 +23,12 @@ from tests.pretend.programs.checks import raises
 from yunlu.planning.layouts import Layout
 from yunlu.training.checkpoint.store import SaveGroup
 from yunlu.training.communication.allreducer import ThreadedAllReducer, TorchAllReducer
+from yunlu.training.device import kind_of
+from yunlu.training.engine import Engine
 from yunlu.training.parallel.gradient_allreduce import GradientAllReduce
 from yunlu.training.parallel.redistribute import broadcast_json, gather_json
 from yunlu.training.parallel.sync_batch_norm import synchronise_batch_norm
-from yunlu.training.parallel.world import World, form_world
+from yunlu.training.parallel.world import World, _form_groups, form_world
 
 WORLD = 2
 
@@ -42,6 +46,29 @@ def check_numbers_of_the_host_need_no_device(world: World) -> None:
     assert flags.tolist() == [2, 2]
     assert pretend.contexts() == []
     assert torch.accelerator.current_device_index() == world.rank, "groups take the current device"
+
+
+def check_a_library_that_connects_at_once_is_told_the_device(world: World) -> None:
+    told: list[dict[str, Any]] = []
+
+    class FormedError(Exception):
+        """Far enough."""
+
+    def note(*_: object, **settings: Any) -> None:
+        told.append(settings)
+        raise FormedError
+
+    kind, init = kind_of(world.device.type), dist.init_process_group
+    dist.init_process_group = note
+    try:
+        for connects in (False, True):
+            kind.connects_at_once = connects
+            with suppress(FormedError):
+                _form_groups(world.layout, world.rank, None, world.device, is_tunnelled=False)
+    finally:
+        dist.init_process_group = init
+        del kind.connects_at_once
+    assert [settings["device_id"] for settings in told] == [None, world.device]
 
 
 def check_gradients_are_sent_while_backward_runs(world: World) -> None:
@@ -132,6 +159,11 @@ def check_a_dead_peer_ends_by_abort(world: World) -> None:
     assert ended.is_set()
     with raises(dist.DistBackendError, "abort"):
         dist.all_reduce(values)
+    # A step that reads it must not pass for one whose loss is no number: it would be skipped, and not logged.
+    nothing = SimpleNamespace(unread=None)
+    engine: Any = SimpleNamespace(world=world, clock=None, _feed=None, noise=nothing)
+    with raises(dist.DistNetworkError, "cut"):
+        Engine._read_from_device(engine, values[0], values[1])
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -141,6 +173,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 CHECKS = (
+    check_a_library_that_connects_at_once_is_told_the_device,
     check_numbers_of_the_host_need_no_device,
     check_gradients_are_sent_while_backward_runs,
     check_sums_by_a_thread_take_tensors_of_the_device,

@@ -247,8 +247,10 @@ class HFPacking:
         kwargs = dict(kwargs)
         hidden_BLD = args[0] if args else kwargs.pop("hidden_states")
         self._shape = hidden_BLD.shape[:2]
-        rows = [torch.arange(n) + i * self._shape[1] for i, n in enumerate(self._lengths)]
-        self._token_indices_T = torch.cat(rows).to(hidden_BLD.device)
+        # Made on the device: it would be waited for until it has them.
+        numbers = torch.arange(self._shape.numel(), device=hidden_BLD.device).view(self._shape)
+        rows = [numbers[row, :length] for row, length in enumerate(self._lengths)]
+        self._token_indices_T = torch.cat(rows)
         packed_1TD = hidden_BLD.flatten(0, 1).index_select(0, self._token_indices_T)[None]
         return (packed_1TD, *args[1:]), {**kwargs, "packed_lengths": self._lengths}
 

@@ -18,6 +18,11 @@ _AMD_WITH_FP8 = ("gfx94", "gfx95")
 class CudaKind(DeviceKind):
     """NVIDIA and AMD GPUs."""
 
+    @property
+    def connects_at_once(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - asked once
+        """NCCL does; nobody has told us of RCCL."""
+        return not _is_amd()
+
     def fast_precisions(self, index: int) -> tuple[Precision, ...]:
         """Tensor cores: fp16 from Volta (7.0) on, tf32 and bf16 from Ampere (8.0), fp8 from Ada (8.9)."""
         version = torch.cuda.get_device_capability(index)

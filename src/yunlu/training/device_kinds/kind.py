@@ -19,6 +19,8 @@ class DeviceKind:
     has_pinned_memory = True
     has_groups = True
     """Whether its devices can form process groups."""
+    connects_at_once = False
+    """Whether its backend takes the device of a group, connects when the group is formed, and splits it."""
 
     def __init__(self, name: str) -> None:
         self.name = name

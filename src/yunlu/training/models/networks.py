@@ -143,18 +143,22 @@ class ConvGRU(nn.Module):
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
         """Logits ``(B, T / 4, K)`` of padded frames ``(B, T, F)``, of which ``lengths`` are real."""
-        hidden = _silence(frames, lengths)
+        # Pinned where the batch was: its copy is not waited for.
+        lengths, real = lengths.cpu(), lengths.to(frames.device, non_blocking=True)
+        hidden = _silence(frames, real)
         for convolve, norm in zip(self.convolutions, self.norms, strict=True):
-            lengths = _halve(lengths)
+            lengths, real = _halve(lengths), _halve(real)
             hidden = convolve(hidden.transpose(1, 2)).transpose(1, 2)
-            hidden = _silence(torch.relu(norm(hidden)), lengths)
+            hidden = _silence(torch.relu(norm(hidden)), real)
+        # Sorted here: torch would sort on the host, and wait until the device has the order.
+        order = real.argsort(descending=True, stable=True)
         packed = pack_padded_sequence(
-            self.dropout(hidden), lengths.cpu(), batch_first=True, enforce_sorted=False
+            self.dropout(hidden)[order], lengths.sort(descending=True).values, batch_first=True
         )
-        hidden, _ = pad_packed_sequence(
+        sorted_hidden, _ = pad_packed_sequence(
             self.gru(packed)[0], batch_first=True, total_length=hidden.shape[1]
         )
-        return self.score(self.dropout(hidden))
+        return self.score(self.dropout(sorted_hidden[order.argsort()]))
 
     @staticmethod
     def output_lengths(lengths: Tensor) -> Tensor:
@@ -169,7 +173,7 @@ def _halve(lengths: Tensor) -> Tensor:
 def _silence(hidden: Tensor, lengths: Tensor) -> Tensor:
     """Zero the padding."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)
-    return hidden * (positions < lengths.to(hidden.device)[:, None])[:, :, None]
+    return hidden * (positions < lengths[:, None])[:, :, None]
 
 
 class MatrixFactorization(nn.Module):

@@ -260,7 +260,8 @@ class Embedding(nn.Module):
             )
         positions = slice(longest)
         if lengths is not None:
-            positions = torch.cat([torch.arange(length) for length in lengths]).to(ids_BL.device)
+            steps = torch.arange(longest, device=ids_BL.device)
+            positions = torch.cat([steps[:length] for length in lengths])
         rotation = None if self.angles is None else self.angles[positions]
         if not self.makes_vectors:
             return ids_BL, rotation

@@ -1,15 +1,7 @@
-"""Pipeline execution: this rank's stages, and the messages to the stages of other ranks.
+"""Pipeline execution: this rank's stages, and their order.
 
-Micro-batches may differ in number and shape: a small header precedes each activation. Gradients need no
-header: their receiver has sent the activation they belong to.
-
-Receives are posted as early as possible; those of unknown shape by a thread that reads their header.
-gloo's own thread spins while another holds the connection's lock, and posting a receive takes that lock:
-on a busy machine a late receive cost up to 3.9 ms of CPU, an early one 0.1.
-
-Tensors of an accelerator go through the host. Its libraries know no tags, and a pair of workers makes its
-sends and receives there in the order in which they were posted: a receive posted early would hold up the
-sends behind it, for which the other end may be waiting.
+Micro-batches may differ in number and shape. Tensors between stages of different ranks are messages of a
+transport (``stage_transport.py``).
 
 After an error the state of the connections is unknown: build a new world and a new pipeline.
 """
@@ -19,200 +11,34 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
-from yunlu.training.device import CPU, is_accelerator, use_device
+from yunlu.training.parallel.lane_transport import LaneTransport
 from yunlu.training.parallel.pipeline_schedules import actions
+from yunlu.training.parallel.stage_transport import (
+    MessageKind,
+    PendingReceive,
+    StageMessage,
+    StageTransport,
+    empty_header,
+    tag_of,
+    write_header,
+)
 from yunlu.training.tasks.task import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from yunlu.planning.layouts import Layout
+    from yunlu.training.parallel.lanes import Lanes
     from yunlu.training.parallel.pipeline_schedules import Action
     from yunlu.training.single_worker import Backward, ForwardContext, LossOf
     from yunlu.training.tasks.task import Batch
-
-
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-)
-_AXES = 8
-
-
-class StageMessage(NamedTuple):
-    """An expected tensor with a header before it."""
-
-    source: int
-    header_tag: int
-    tag: int
-
-
-class PendingReceive:
-    """A pending receive."""
-
-    def __init__(self, buffer: Tensor, work: Any, *, landing: Tensor | None = None) -> None:
-        self._buffer, self._work = buffer, work
-        self._landing = buffer if landing is None else landing
-
-    def get(self) -> Tensor:
-        """Wait for the tensor."""
-        self._work.wait()
-        if self._landing is not self._buffer:
-            self._buffer.copy_(self._landing)
-        return self._buffer
-
-
-class LocalReceive(PendingReceive):
-    """A tensor sent from this rank to itself."""
-
-    def __init__(self, sent: dict[int, Tensor], tag: int) -> None:
-        self._sent, self._tag = sent, tag
-
-    def get(self) -> Tensor:
-        """The tensor; it was sent before."""
-        return self._sent.pop(self._tag)
-
-
-class StageTransport:
-    """One rank's end of the connections. Unusable after an error: form a new world."""
-
-    def __init__(self, group: Any, rank: int, device: torch.device) -> None:
-        self._group, self._rank, self._device = group, rank, device
-        # Tensors must live until they are sent.
-        self._sending: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
-        self._local: dict[int, Tensor] = {}
-        self._slots: dict[int, SimpleQueue[Any]] = {}
-
-    def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Start sending; never waits for another worker."""
-        if to == self._rank:
-            self._local[tag] = tensor.clone()
-            return
-        tensor = tensor.cpu().contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
-        self._sending.setdefault((to, tag), []).append((work, tensor))
-
-    def expect(self, buffer: Tensor, source: int, tag: int) -> PendingReceive:
-        """Start receiving a tensor of known shape."""
-        if source == self._rank:
-            return LocalReceive(self._local, tag)
-        return _receive(buffer, self._group, source, tag)
-
-    def listen(self, messages: Sequence[StageMessage]) -> None:
-        """Start receiving tensors of any shape; ``take`` returns them."""
-        messages = [message for message in messages if message.source != self._rank]
-        if not messages:
-            return
-        headers = [
-            self.expect(empty_header(), message.source, message.header_tag) for message in messages
-        ]
-        self._slots = {message.tag: SimpleQueue() for message in messages}
-        # Ends by itself: with the last message, or with the connections.
-        Thread(
-            target=_listen,
-            args=(self._group, self._device, messages, headers, self._slots),
-            name="yunlu-pipeline",
-            daemon=True,
-        ).start()
-
-    def take(self, message: StageMessage) -> Tensor:
-        """Wait for a tensor passed to ``listen``."""
-        if message.source == self._rank:
-            return self._local.pop(message.tag)
-        received = self._slots.pop(message.tag).get()
-        if isinstance(received, BaseException):
-            raise received
-        return received.get()
-
-    def share(self, tensor: Tensor | None, *, source: int) -> Tensor:
-        """Broadcast one rank's tensor."""
-        if self._group is None:
-            assert tensor is not None
-            return tensor
-        header = empty_header() if tensor is None else write_header(tensor)
-        dist.broadcast(header, group=self._group, group_src=source)
-        buffer = (
-            _make_buffer(header, self._device) if tensor is None else tensor.detach().contiguous()
-        )
-        dist.broadcast(buffer, group=self._group, group_src=source)
-        return buffer
-
-    def release(self, to: int, tag: int) -> None:
-        """Complete the sends to a rank with a tag, and drop their tensors."""
-        for work, _ in self._sending.pop((to, tag), ()):
-            work.wait()
-
-    def wait_sent(self) -> None:
-        """Wait for all sends."""
-        for to, tag in list(self._sending):
-            self.release(to, tag)
-
-    def forget(self) -> None:
-        """Drop all state, also of messages that will never arrive."""
-        self._sending.clear()
-        self._local.clear()
-        self._slots = {}
-
-
-def empty_header() -> Tensor:
-    """Buffer for a header."""
-    return torch.empty(_AXES + 2, dtype=torch.int64)
-
-
-def write_header(tensor: Tensor) -> Tensor:
-    """Type and shape of a tensor, as a tensor of fixed shape."""
-    shape = list(tensor.shape)
-    padding = [0] * (_AXES - len(shape))
-    return torch.tensor([_DTYPES.index(tensor.dtype), len(shape), *shape, *padding])
-
-
-def _receive(buffer: Tensor, group: Any, source: int, tag: int) -> PendingReceive:
-    landing = buffer
-    if is_accelerator(buffer.device):
-        landing = torch.empty_like(buffer, device=CPU)
-    work = dist.irecv(landing, group=group, group_src=source, tag=tag)
-    return PendingReceive(buffer, work, landing=landing)
-
-
-def _make_buffer(header: Tensor, device: torch.device) -> Tensor:
-    kind, axes, *shape = header.tolist()
-    return torch.empty(shape[:axes], dtype=_DTYPES[kind], device=device)
-
-
-def _listen(
-    group: Any,
-    device: torch.device,
-    messages: Sequence[StageMessage],
-    headers: Sequence[PendingReceive],
-    slots: Mapping[int, SimpleQueue[Any]],
-) -> None:
-    queues = [slots[message.tag] for message in messages]
-    try:
-        use_device(device)  # a thread begins with the first one
-        for message, header, queue in zip(messages, headers, queues, strict=True):
-            buffer = _make_buffer(header.get(), device)
-            queue.put(_receive(buffer, group, message.source, message.tag))
-    except Exception as error:  # noqa: BLE001 - passed to the waiting thread
-        for queue in queues:
-            queue.put(error)
-
-
-_HEADER, _HIDDEN, _GRADIENT, _SHARED = range(4)
 
 
 class Pipeline:
@@ -226,14 +52,19 @@ class Pipeline:
         layout: Layout,
         rank_in_pp: int,
         shared: Mapping[str, Sequence[int]],
+        lanes: Lanes | None = None,
     ) -> None:
-        """``shared``: weights held by several stages (``shared_names``)."""
+        """``shared``: weights held by several stages (``shared_names``); ``lanes``: between devices."""
         self.stages = dict(sorted(stages.items()))
         self.layout, self.rank, self.ranks = layout, rank_in_pp, layout.pp
         self.view: nn.Module = _View(self)
         weights = [weight for stage in stages.values() for weight in stage.parameters()]
         self._device = weights[0].device if weights else torch.device("cpu")
-        self._transport = StageTransport(group, rank_in_pp, self._device)
+        self._transport = (
+            StageTransport(group, rank_in_pp, self._device)
+            if lanes is None
+            else LaneTransport(group, rank_in_pp, self._device, lanes)
+        )
         self._last = layout.stages - 1
         self._exit = _Exit(self.stages[self._last]) if self._last in self.stages else None
         self._shared = _shared_weights(self.stages, shared, self.ranks, rank_in_pp)
@@ -269,9 +100,15 @@ class Pipeline:
         order = self._order(len(micros))
         try:
             self._transport.listen(
-                [self._message(*where) for kind, *where in order if kind == "forward" and where[0]]
+                [self._message(*where) for kind, *where in order if kind == "forward" and where[0]],
+                [
+                    self._gradient(*where)
+                    for kind, *where in order
+                    if kind == "backward" and where[0] != self._last
+                ],
             )
             for kind, stage, micro in order:
+                self._transport.look_ahead()
                 if kind == "forward":
                     with context():
                         activation = self._forward(stage, micro, micros[micro], loss_of)
@@ -331,7 +168,9 @@ class Pipeline:
                 mine.copy_(first)
                 for part in others:
                     mine.add_(part)
-                if not any(bool(flag.get()) for flag in flags.values()):
+                # All of them: gloo reads nothing more from a worker once a receive from it was dropped.
+                used = [bool(flag.get()) for flag in flags.values()]
+                if not any(used):
                     shared.weight.grad = None
             self._is_matched = True
             self._transport.wait_sent()
@@ -343,10 +182,7 @@ class Pipeline:
         outgoing = mine.clone()
         for peer in (self.rank, *peers):
             self._transport.send(outgoing, peer, tag)
-        return {
-            peer: self._transport.expect(torch.empty_like(mine), peer, tag)
-            for peer in (self.rank, *peers)
-        }
+        return {peer: self._transport.expect(mine, peer, tag) for peer in (self.rank, *peers)}
 
     def _order(self, micros: int) -> list[Action]:
         return actions(
@@ -371,11 +207,8 @@ class Pipeline:
         output = self.stages[stage](batch.inputs, received)
         self._send(stage + 1, micro, output)
         # Receive posted early, so that the sender of the gradient never waits for this rank.
-        buffer = torch.empty_like(output, memory_format=torch.contiguous_format).detach()
-        peer, tag = self._peer(stage + 1), self._tag(_GRADIENT, stage + 1, micro)
-        return _Activation(
-            received=received, output=output, wait=self._transport.expect(buffer, peer, tag)
-        )
+        wait = self._transport.expect(output, *self._gradient(stage, micro))
+        return _Activation(received=received, output=output, wait=wait)
 
     def _backward(
         self, stage: int, micro: int, activation: _Activation, backward: Callable[[Tensor], None]
@@ -384,16 +217,16 @@ class Pipeline:
             backward(activation.output)
         else:
             gradient = activation.wait.get()
-            for part in (_HEADER, _HIDDEN):
+            for part in (MessageKind.HEADER, MessageKind.ACTIVATION):
                 self._transport.release(self._peer(stage + 1), self._tag(part, stage + 1, micro))
             if activation.output.requires_grad:
                 torch.autograd.backward([activation.output], [gradient])
         if stage and activation.received is not None:
             received = activation.received
             input_gradient = torch.zeros_like(received) if received.grad is None else received.grad
-            peer, tag = self._peer(stage - 1), self._tag(_GRADIENT, stage, micro)
+            peer, tag = self._peer(stage - 1), self._tag(MessageKind.GRADIENT, stage, micro)
             if self._pending_gradient is not None:
-                self._transport.release(*self._pending_gradient)
+                self._transport.release_last(*self._pending_gradient)
             self._transport.send(input_gradient, peer, tag)
             self._pending_gradient = peer, tag
 
@@ -401,15 +234,21 @@ class Pipeline:
         if not isinstance(hidden, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - any model's
             raise TypeError(f"stage {stage - 1} gave {type(hidden).__name__}, not a tensor")
         peer = self._peer(stage)
-        self._transport.send(write_header(hidden), peer, self._tag(_HEADER, stage, micro))
-        self._transport.send(hidden.detach(), peer, self._tag(_HIDDEN, stage, micro))
+        self._transport.send(
+            write_header(hidden), peer, self._tag(MessageKind.HEADER, stage, micro)
+        )
+        self._transport.send(hidden.detach(), peer, self._tag(MessageKind.ACTIVATION, stage, micro))
 
     def _message(self, stage: int, micro: int) -> StageMessage:
         return StageMessage(
             source=self._peer(stage - 1),
-            header_tag=self._tag(_HEADER, stage, micro),
-            tag=self._tag(_HIDDEN, stage, micro),
+            header_tag=self._tag(MessageKind.HEADER, stage, micro),
+            tag=self._tag(MessageKind.ACTIVATION, stage, micro),
         )
+
+    def _gradient(self, stage: int, micro: int) -> tuple[int, int]:
+        """Source and tag of the gradient of a stage's output."""
+        return self._peer(stage + 1), self._tag(MessageKind.GRADIENT, stage + 1, micro)
 
     def _match(self, shared: _Shared, mine: Tensor) -> None:
         """Refuse shards of different shape before they are summed."""
@@ -426,8 +265,8 @@ class Pipeline:
     def _peer(self, stage: int) -> int:
         return stage % self.ranks
 
-    def _tag(self, kind: int, stage: int, micro: int) -> int:
-        return _tag(kind, micro * self.layout.stages + stage)
+    def _tag(self, kind: MessageKind, stage: int, micro: int) -> int:
+        return tag_of(kind, micro * self.layout.stages + stage)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -477,10 +316,6 @@ class _View(nn.Module):
         return self._run(named or placed)
 
 
-def _tag(kind: int, number: int) -> int:
-    return 4 * number + kind
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -507,8 +342,8 @@ def _shared_weights(
                     name=name,
                     weight=held[name],
                     peers=peers,
-                    tag=_tag(_SHARED, 2 * number),
-                    flag_tag=_tag(_SHARED, 2 * number + 1),
+                    tag=tag_of(MessageKind.SHARED, 2 * number),
+                    flag_tag=tag_of(MessageKind.SHARED, 2 * number + 1),
                 )
             )
     return weights

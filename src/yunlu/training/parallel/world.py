@@ -20,11 +20,13 @@ from yunlu.training.communication.transport import connect
 from yunlu.training.device import (
     abort_groups,
     backend_of,
+    bound_device,
     group_backends,
     is_accelerator,
     use_device,
 )
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
+from yunlu.training.parallel.lanes import form_lanes
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, close_listeners, open_sockets, shut
 from yunlu.training.single_worker import SingleWorld
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from yunlu.planning.layouts import Layout
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.gloo_tunnel import GlooTunnel
+    from yunlu.training.parallel.lanes import Lanes
 
 NEVER_S = 24 * 3600.0
 """The watchdog detects hangs much earlier; torch's timeout would only blame the wrong worker."""
@@ -55,6 +58,8 @@ class World(SingleWorld):
     """Mesh over the axes of size above 1, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
     """Connections to other workers; ``disconnect`` closes them."""
+    lanes: Lanes | None = None
+    """Of the pipeline, between devices."""
     is_disconnected: bool = False
     host: str = "127.0.0.1"
     """Address at which other workers reach this one."""
@@ -160,7 +165,7 @@ class World(SingleWorld):
             try:
                 work.wait(timedelta(seconds=_POLL_S))
             except RuntimeError:  # timeout, or an error that the final wait raises
-                self._check_connected()
+                self.check_connected()
         work.wait()
 
     def open_transport(
@@ -183,14 +188,15 @@ class World(SingleWorld):
             secret=self.secret,
             within_s=_MEET_S,
             patience_s=NEVER_S,
-            check=check or self._check_connected,
+            check=check or self.check_connected,
         )
         self._wires.append(transport)
         if self.is_disconnected:
             transport.abort()
         return transport
 
-    def _check_connected(self) -> None:
+    def check_connected(self) -> None:
+        """Raise once the world is disconnected: what a device computed since then means nothing."""
         if self.is_disconnected:
             raise dist.DistNetworkError("The connections were cut.")
 
@@ -221,7 +227,7 @@ class World(SingleWorld):
             dist.destroy_process_group()
         if self._tunnel is not None:
             self._tunnel.close()
-        self._tunnel = self.mesh = None
+        self._tunnel = self.mesh = self.lanes = None
         self._joint.clear()
 
 
@@ -264,6 +270,7 @@ def form_world(
         )
         world.group("dp", "fsdp")  # created now, by all workers at once
         close_listeners(before, keep=tunnel.listeners if tunnel is not None else ())
+        world.lanes = _form_lanes(world)
         for axes in [*((name,) for name in mesh.mesh_dim_names or ()), ("dp", "fsdp")]:
             _disable_timeout(world.group(*axes))
         # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
@@ -293,10 +300,25 @@ def _form_groups(
         rank=rank,
         world_size=layout.world,
         timeout=timedelta(seconds=NEVER_S),
+        device_id=bound_device(device),
     )
     names = tuple(axis for axis in AXES if layout.size_of(axis) > 1)
     shape = tuple(layout.size_of(axis) for axis in names)
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def _form_lanes(world: World) -> Lanes | None:
+    if world.layout.pp == 1 or not is_accelerator(world.device):
+        return None
+    mesh: Any = world.mesh
+    pipelines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, world.layout.pp)
+    return form_lanes(
+        world.layout,
+        world.rank,
+        pipelines.tolist(),
+        device=world.device,
+        timeout=timedelta(seconds=NEVER_S),
+    )
 
 
 def _keep_groups(groups: list[Any]) -> None:

@@ -116,7 +116,7 @@ class LanguageModeling:
         ids, mask = pad([block for block, _ in samples], self.tokenizer.pad)
         targets = ids[:, 1:].masked_fill(~mask[:, 1:], IGNORED)
         inputs = ids[:, :-1].contiguous()
-        in_bytes = torch.tensor([count for _, count in samples], dtype=torch.float64)
+        in_bytes = torch.tensor([count for _, count in samples])  # devices have no float64
         return Batch(
             inputs={"input_ids": inputs, "attention_mask": mask[:, :-1].long()}
             if self._by_name

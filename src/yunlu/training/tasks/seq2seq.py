@@ -151,6 +151,7 @@ class Seq2Seq:
             samples=len(samples),
             items=len(target),
             tokens=len(source) + len(target),
+            on_host=(1, 3),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, GenerativeOutputs]:

@@ -266,6 +266,7 @@ class SpeechToText:
             items=sum(max(1, len(row)) for row in codes),
             tokens=positions,
             padding=positions - int(lengths.sum()),
+            on_host=(1, "lengths", "code_lengths"),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
@@ -284,8 +285,8 @@ class SpeechToText:
         loss = functional.ctc_loss(
             log_probabilities,
             batch.targets["codes"].to(log_probabilities.device),
-            real.to(log_probabilities.device),
-            batch.targets["code_lengths"].to(log_probabilities.device),
+            real,
+            batch.targets["code_lengths"],
             blank=self.characters.blank,
             reduction="sum",
             # An evaluated utterance may have more text than frames: its loss is infinite.

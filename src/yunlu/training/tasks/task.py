@@ -66,6 +66,9 @@ class Batch:
     """False for a placeholder: a worker without samples runs another's sample at weight zero."""
     digest: int = 0
     """Digest of its samples, if a ledger is kept: see ``communication.step_sync``."""
+    on_host: tuple[int | str, ...] = ()
+    """Inputs, by position or name, and targets, by name, that stay there: lengths, whose values the host
+    needs to shape what the device computes, and would wait for."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""
@@ -75,9 +78,20 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return replace(
-            self, inputs=map_tensors(self.inputs, move), targets=map_tensors(self.targets, move)
-        )
+        def move_all(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: self._move_part(key, item, move) for key, item in value.items()}
+            return map_tensors(value, move)
+
+        inputs = self.inputs
+        if isinstance(inputs, tuple):
+            moved = tuple(self._move_part(at, item, move) for at, item in enumerate(inputs))
+        else:
+            moved = move_all(inputs)
+        return replace(self, inputs=moved, targets=move_all(self.targets))
+
+    def _move_part(self, key: int | str, value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+        return value if key in self.on_host else map_tensors(value, move)
 
 
 class Confusion(Value):

@@ -156,10 +156,10 @@ class TextClassification(SingleLabelTask):
         ids, lengths = concatenate([ids for ids, _ in samples])
         padded = self.collate(samples)
         if isinstance(padded.inputs, dict):
-            inputs = {**padded.inputs, "lengths": lengths}
+            inputs, key = {**padded.inputs, "lengths": lengths}, "lengths"
         else:
-            inputs = (ids, lengths)
-        return replace(padded, inputs=inputs, tokens=len(ids), padding=0)
+            inputs, key = (ids, lengths), 1
+        return replace(padded, inputs=inputs, tokens=len(ids), padding=0, on_host=(key,))
 
     def scorer(self) -> TextScorer:
         """Accuracy, macro-F1, confusion matrix, and example texts."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from yunlu.planning.plan import refine
 from yunlu.planning.planner import make_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, write_plan
+from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
@@ -133,24 +136,36 @@ def load_or_make_plan(
         plan = require_plan(directory)
     else:
         directory.emit(ProgressReported(phase="measuring and planning"))
+        budget = MeasuringBudget(job.train.trial_share)
         load = background_load(machine)
         _check_precision(directory, job, machine)
         if job.train.compile == "xla":
             xla_device()  # fails here, before anything is measured
-        # Before the start-up time is recorded: probing a new machine is part of it.
-        probed = load_or_measure(machine)
-        profile, work = measure(job, inputs, machine, started_at=started_at)
+        kept = _kept_figures(job, inputs, machine)
+        profile, work = measure(
+            job, inputs, machine, started_at=started_at, budget=budget, kept=kept
+        )
+        # After the first pass, which tells how long the run is; part of its start-up all the same.
+        probed = load_or_measure(machine, budget)
+        profile = profile.model_copy(
+            update={"startup_s": time.time() - started_at, "measuring": budget.summary()}
+        )
         guess = None
-        if work is not None:
+        if work is not None and probed is not None:
             guess = make_estimate(
                 profile, work, probed, load_calibration(), name=name_work(job),
                 busy=contention(load, cores=machine.cores, threads=profile.settings.threads),
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
-        plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
+        if probed is not None:
+            profile = measured_with(profile, work, probed)
+        plan = make_plan(job, machine, profile, guess)
         if (submitted := read_submitted_plan(directory)) is not None:
             plan = refine(submitted, plan)
         write_plan(directory, plan)
+        kept.forget()
+        for text in plan.warnings:
+            directory.warn(text)
     directory.emit(PlanMade(plan=plan))
     return plan
 
@@ -209,23 +224,43 @@ def _warn_of_unused_keys(directory: RunStore, job: Job, task: Task) -> None:
 _BENCHMARKS = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 
 
-def load_or_measure(machine: Machine) -> MachineProfile:
-    """The stored profile; else a quick measurement, which is then stored."""
+_QUICK_S = 4.0
+"""What the quick benchmarks take, with the start of a process."""
+_MACHINE = "this machine's operators (yunlu probe measures them once)"
+
+
+def load_or_measure(machine: Machine, budget: MeasuringBudget) -> MachineProfile | None:
+    """The stored profile; else a quick measurement, which is then stored; None if it takes too long."""
     profile = load_profile(machine)
-    if profile is None:
-        profile = _measure_in_subprocess()
-        save_profile(profile)
+    if profile is None and budget.allows(_QUICK_S, _MACHINE):
+        profile = _measure_in_subprocess(limit_s=budget.left_s)
+        if profile is None:
+            budget.leave_out(_MACHINE)
+        else:
+            save_profile(profile)
     return profile
 
 
-def _measure_in_subprocess() -> MachineProfile:
+def _measure_in_subprocess(*, limit_s: float) -> MachineProfile | None:
     """Measure in a subprocess: benchmark arrays would count in the run's peak memory."""
     command = [*_BENCHMARKS, "--threads", str(torch.get_num_threads())]
     with piped_process(command, errors=subprocess.DEVNULL) as child:
         assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith(b'{"probed"'):
-                return MachineProfile.model_validate(decode_json(line)["probed"])
-    from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
+        timer = threading.Timer(limit_s, child.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            for line in child.stdout:
+                if line.startswith(b'{"probed"'):
+                    return MachineProfile.model_validate(decode_json(line)["probed"])
+        finally:
+            timer.cancel()
+    return None
 
-    return measure_machine(quick=True)
+
+def _kept_figures(job: Job, inputs: TrainingInputs, machine: Machine) -> KeptFigures:
+    parameters = sum(weight.numel() for weight in inputs.model.parameters())
+    return KeptFigures(
+        *(machine.hostname, machine.best_device.name, torch.__version__, torch.get_num_threads()),
+        *(job.model_dump(mode="json"), inputs.splits.fingerprint, parameters),
+    )

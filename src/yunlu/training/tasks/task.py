@@ -67,6 +67,12 @@ class Batch:
     digest: int = 0
     """Digest of its samples, if a ledger is kept: see ``communication.step_sync``."""
 
+    @property
+    def num_values(self) -> int:
+        """Input values, padding included: what a pass over it costs, more or less."""
+        inputs = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
+        return sum(value.numel() for value in inputs)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""
         if device.type == "cpu":

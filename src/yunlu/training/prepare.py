@@ -20,7 +20,7 @@ from yunlu.planning.plan import refine
 from yunlu.planning.planner import make_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, write_plan
-from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
+from yunlu.training.autotune.budget import SPEEDS_S, KeptFigures, MeasuringBudget
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
@@ -29,7 +29,7 @@ from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, sp
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.precision import check_precision
-from yunlu.training.probe import measured_speeds
+from yunlu.training.probe import load_speeds, measured_speeds
 from yunlu.training.probing.profile_store import (
     background_load,
     load_calibration,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.models.initial_weights import WeightsOrigin
-    from yunlu.training.tasks.task import Task
+    from yunlu.training.tasks.task import Splits, Task
 
 
 def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
@@ -60,6 +60,7 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
     splits = task.load(job)
     if splits.validation is None:
         _refuse_keys_that_need_validation(job)
+    _warn_of_single_labels(directory, job, splits)
     directory.emit(
         DataOpened(
             fingerprint=splits.fingerprint,
@@ -138,7 +139,7 @@ def load_or_make_plan(
         directory.emit(ProgressReported(phase="measuring and planning"))
         budget = MeasuringBudget(job.train.trial_share)
         load = background_load(machine)
-        _check_precision(directory, job, machine)
+        _check_precision(directory, job, machine, budget)
         if job.train.compile == "xla":
             xla_device()  # fails here, before anything is measured
         kept = _kept_figures(job, inputs, machine)
@@ -182,18 +183,43 @@ def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
         directory.warn("train.precision is fp8, but no layer of this model has a suitable shape.")
 
 
-def _check_precision(directory: RunStore, job: Job, machine: Machine) -> None:
+def _check_precision(
+    directory: RunStore, job: Job, machine: Machine, budget: MeasuringBudget
+) -> None:
     """Refuse an unsupported precision, and warn of a slow one."""
     name, device = job.train.precision, machine.best_device
     if name in {"auto", "fp32"}:
         return
     check_precision(name, torch.device(device.kind))
-    for speed in measured_speeds(device):
+    way_out = "Leave train.precision out: auto takes what is fast here; or set fp32"
+    speeds = load_speeds(device)
+    if speeds is None and budget.allows(SPEEDS_S, "the speed of precisions"):
+        speeds = measured_speeds(device)
+    if speeds is None and device.kind == "cpu" and name not in device.fast_precisions:
+        directory.warn(
+            f"train.precision is {name}, which this processor has no instructions for: it may take many "
+            f"times as long as fp32. {way_out}."
+        )
+    for speed in speeds or ():
         if speed.precision == name and speed.relative_speed < 1:
             directory.warn(
                 f"train.precision is {name}, which this device computes {1 / speed.relative_speed:.3g} "
-                f"times slower than fp32; auto would not choose it."
+                f"times slower than fp32; auto would not choose it. {way_out}."
             )
+
+
+def _warn_of_single_labels(directory: RunStore, job: Job, splits: Splits) -> None:
+    """Where every label occurs once, nothing holds for other data: often a number, or an id."""
+    labels = splits.about.get("labels")
+    if not isinstance(labels, list) or len(labels) < len(splits.train):
+        return
+    target = splits.about.get("target") or job.data.target
+    where = f" in the column {target!r}" if target else ""
+    directory.warn(
+        f"There are {len(labels)} labels{where} for {len(splits.train)} training samples: hardly one "
+        "occurs twice, so nothing can be learnt that holds for other data. Is data.target the right "
+        "column? Numbers are predicted by task: tabular-regression."
+    )
 
 
 def _refuse_keys_that_need_validation(job: Job) -> None:

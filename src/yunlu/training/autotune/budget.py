@@ -21,6 +21,10 @@ LEAST_S = 2.0
 """What timing the job itself may always take: of a run of seconds, a share would time nothing."""
 
 
+SPEEDS_S = 1.0
+"""What timing the matrix products of each precision takes."""
+
+
 class MeasuringBudget:
     """The share of the run that the job allows; how long the run is, its first pass tells.
 

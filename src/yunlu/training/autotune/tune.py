@@ -27,7 +27,7 @@ from yunlu.core.value import Value
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.planning.planner import choose_micro_batch, count_steps, plan_recompute
-from yunlu.training.autotune.budget import LEAST_S
+from yunlu.training.autotune.budget import LEAST_S, SPEEDS_S
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.batches import expected_padding, lengths_of
 from yunlu.training.data.sample_order import make_order
@@ -387,17 +387,13 @@ def list_knobs(job: Job, inputs: TrainingInputs, machine: Machine, timer: ModelT
     return knobs
 
 
-_SPEEDS_S = 1.0
-"""What timing the matrix products of each precision takes."""
-
-
 def fast_precisions(device: Device, budget: MeasuringBudget | None = None) -> list[PrecisionName]:
     """Precisions worth trying, by the speed of a matrix product; FP16 only without BF16.
 
     Where that was never measured and does not fit in the budget, those that the device says it has.
     """
     known = load_speeds(device)
-    if known is None and (budget is None or budget.allows(_SPEEDS_S, "the speed of precisions")):
+    if known is None and (budget is None or budget.allows(SPEEDS_S, "the speed of precisions")):
         known = measured_speeds(device)
     worth: Sequence[str] = device.fast_precisions
     if known is not None:
@@ -443,7 +439,6 @@ _TORCH_OPTIMIZERS_S = 2.0
 _PLAIN_REASONS = {
     "threads": "all available",
     "precision": "nothing is faster than fp32 on this device",
-    "compile": "packed batches would recompile again and again",
     "kernel": "the only one for this optimiser",
 }
 
@@ -488,8 +483,17 @@ def tune(
     if job.train.optimizer.kernel == "auto":
         left_s = budget_s(tuned.settings) - spent_s
         tuned = _try_kernels(job, inputs, timer, tuned, budget_s=left_s)
-    tuned = tuned.model_copy(update={"reasons": {**_PLAIN_REASONS, **tuned.reasons}})
+    plain = {**_PLAIN_REASONS, "compile": _why_not_compiled(job, machine, tuned.settings)}
+    tuned = tuned.model_copy(update={"reasons": {**plain, **tuned.reasons}})
     return save_cached(key, tuned), perf_counter() - began_at
+
+
+def _why_not_compiled(job: Job, machine: Machine, settings: StepSettings) -> str:
+    if settings.padding == "pack":
+        return "packed batches would recompile again and again"
+    if count_devices(job, gpus=machine.gpus) > 1:
+        return "not tried for several workers: train.compile: true compiles on each"
+    return _UNTRIED[True]
 
 
 def _try_kernels(

@@ -228,35 +228,49 @@ def test_a_signal_while_a_checkpoint_is_saved_lets_it_be_saved(
 
 STUCK = """
 import hashlib
+import time
+from pathlib import Path
 
 class Task:
     metric = "loss"
 
     def load(self, job):
-        print("loading", flush=True)
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # one call, which no handler interrupts
+        Path("loading").touch()
+        if job.model.name == "stuck":  # one call, which no handler interrupts
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+        while True:
+            time.sleep(0.01)
 
     build = collate = loss = scorer = load
 """
 
 
-def test_a_call_that_never_returns_to_python_does_not_keep_a_stopped_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("stuck", {}),
+        ("slow", {"devices": 2}),
+        (
+            "slow",
+            {"devices": 2, "communication": {"method": "asynchronous", "guarantee": "relaxed"}},
+        ),
+    ],
+    ids=["a call that never returns to Python", "a worker group", "asynchronous workers"],
+)
+def test_the_processes_of_a_run_end_while_they_load_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, parts: dict[str, Any]
 ) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     monkeypatch.chdir(tmp_path)
-    job = Job.model_validate(
-        {"task": "stuck.py:Task", "model": {"name": "mlp"}, "data": {"train": "nothing"}}
-    )
-    run = lifecycle.submit(job)
-    lifecycle.start(run)
-    log = run.path / WORKER_LOG
+    named = {"task": "stuck.py:Task", "model": {"name": model}, "data": {"train": "nothing"}}
+    run = lifecycle.submit(Job.model_validate({**named, **parts}))
+    worker, log = lifecycle.start(run), run.path / WORKER_LOG
     wait_until(
-        lambda: "loading" in log.read_text() or (worker_lock_is_free(run) and log.stat().st_size),
+        lambda: (tmp_path / "loading").exists() or not worker.is_alive(),
         "data is being loaded",
         explain=log.read_text,
     )
-    assert "loading" in log.read_text()
+    assert (tmp_path / "loading").exists(), log.read_text()
     assert lifecycle.stop(run).state is RunState.STOPPED
     wait_until(lambda: worker_lock_is_free(run), "its worker is gone")
 

@@ -477,7 +477,8 @@ def tune(
     least_s = LEAST_S - before_s if budget.share else 0.0
     knobs = list_knobs(job, inputs, machine, timer)
     tuned, spent_s = search(timer, start, knobs, budget_s, least_s=least_s)
-    names = {knob.field: f"another {knob.name}" for knob in knobs} | {"compile": "compiling"}
+    names = {knob.field: f"another {knob.name}" for knob in knobs}
+    names |= {"compile": "compiling", "threads": "one thread", "padding": "packing"}
     untried = [names[field] for field, why in tuned.reasons.items() if why == _TOO_SHORT]
     budget.leave_out(*untried)
     if job.train.optimizer.kernel == "auto":

@@ -144,6 +144,12 @@ class Recorder:
     losses: list[float]
     norms: list[float]
 
+    def before_first_step(self) -> bool:
+        return False
+
+    def after_undone_step(self) -> None:
+        raise AssertionError("nobody asks it to stop")
+
     def before_step(self) -> StepRequest:
         return ""
 

@@ -135,6 +135,12 @@ class Recorder:
         self.applied: list[bool] = []
         self.ask_at: int | None = None
 
+    def before_first_step(self) -> bool:
+        return False
+
+    def after_undone_step(self) -> None:
+        raise AssertionError("nobody asks it to stop")
+
     def before_step(self) -> StepRequest:
         return "" if self.ask_at is None or self.engine.steps_done < self.ask_at else "stop"
 

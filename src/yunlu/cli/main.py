@@ -1,14 +1,17 @@
 """The ``yunlu`` command: finds the verb, and turns every result into a message and an exit code.
 
-Exit codes: 0 done, 1 an error the user can fix, 2 wrong usage, 3 an error of ours, 130 Ctrl-C.
+Exit codes: 0 done, 1 an error the user can fix, 2 wrong usage, 3 an error of ours, 130 Ctrl-C, 143 SIGTERM.
 A verb returns None or its own exit code; its module is imported only when it is called.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError, UnusedCliTokensError
@@ -20,7 +23,7 @@ from yunlu.core.secrets import mask
 from yunlu.render.terminal.page import TerminalConsole, print_note
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
 VERBS: dict[str, dict[str, str]] = {
     "Train": {
@@ -71,14 +74,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     tokens, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
-        code = _run(tokens, debug=debug)
+        with _sigterm_raised():
+            code = _run(tokens, debug=debug)
         sys.stdout.flush()
+    except TerminatedError:
+        return 143
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         _silence_stdout()
         return 141  # as a shell counts a program ended by SIGPIPE
     return code
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM: ends a verb as Ctrl-C does, with its processes and temporary files."""
+
+
+@contextmanager
+def _sigterm_raised() -> Generator[None]:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # a program that calls us has its own way to end
+        return
+
+    def end(*_: object) -> None:
+        raise TerminatedError
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def build_app() -> App:

@@ -135,11 +135,9 @@ def watch_started(
     """Show a run that was started or resumed; the exit code of the command."""
     if started.exit_code is not None:  # a launched rank above 0: rank 0 shows the run
         return started.exit_code
-    if title and not json:
-        make_console().print(title, highlight=False)
     if detach:
-        return _leave(started, json=json)
-    code = _watch(client, started, json=json)
+        return _leave(started, title=title, json=json)
+    code = _watch(client, started, title=title, json=json)
     # A launcher must not start again what was stopped on request.
     return 0 if started.is_launched and code == STOPPED_CODE else code
 
@@ -167,7 +165,8 @@ def counted_signals(on_signal: Any = None) -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
-def _leave(started: StartedRun, *, json: bool) -> int:
+def _leave(started: StartedRun, *, title: str | Text, json: bool) -> int:
+    _print_title(title, json=json)
     if json:
         print_json({"run": started.id, "dir": started.dir})
     else:
@@ -175,13 +174,20 @@ def _leave(started: StartedRun, *, json: bool) -> int:
     return 0
 
 
-def _watch(client: Client, started: StartedRun, *, json: bool) -> int:
-    console = make_console()
-    display = _open_display(started.id, console, json=json)
-    try:
-        _follow(client, started, display)
-    finally:
-        display.close()
+def _print_title(title: str | Text, *, json: bool) -> None:
+    if title and not json:
+        make_console().print(title, highlight=False)
+
+
+def _watch(client: Client, started: StartedRun, *, title: str | Text, json: bool) -> int:
+    with counted_signals() as presses:  # from here on they stop the run, not this command
+        _print_title(title, json=json)
+        console = make_console()
+        display = _open_display(started.id, console, json=json)
+        try:
+            _follow(client, started, display, presses)
+        finally:
+            display.close()
     return _conclude(client, started.id, None if json else console)
 
 
@@ -194,17 +200,16 @@ def _open_display(run: str, console: Console, *, json: bool) -> Display:
     return run_display.LiveDisplay(console) if live else run_display.PlainDisplay(console)
 
 
-def _follow(client: Client, started: StartedRun, display: Display) -> None:
+def _follow(client: Client, started: StartedRun, display: Display, presses: list[int]) -> None:
     answered = 0
-    with counted_signals() as presses:
-        for update in client.follow(started.id, since=started.cursor):
-            for item in update.items:
-                display.show(item)
-            if len(presses) > answered:
-                answered += 1
-                now = answered > 1
-                display.note("killed" if now else "stopping: saving a checkpoint (again to kill)")
-                client.stop(started.id, now=now, wait=False)
+    for update in client.follow(started.id, since=started.cursor):
+        for item in update.items:
+            display.show(item)
+        if len(presses) > answered:
+            answered += 1
+            now = answered > 1
+            display.note("killed" if now else "stopping: saving a checkpoint (again to kill)")
+            client.stop(started.id, now=now, wait=False)
 
 
 def _conclude(client: Client, run: str, console: Console | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from yunlu.client.protocol import JobVerbs, MachineVerbs, PoolVerbs, RunVerbs, S
 from yunlu.core.errors import StoreError, YunluError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from yunlu.core.launch import LaunchInfo
     from yunlu.hardware.entries import Additions, MachineEntry
@@ -116,8 +116,9 @@ class LocalRuns(RunVerbs):
             run = start_run(job, launch, source=source, plan=plan)
             return _started(run, is_launched=True)
         run = lifecycle.submit(job, source=source, plan=plan)
-        lifecycle.start(run)
-        return _started(run)
+        with _stopped_if_interrupted(run):
+            lifecycle.start(run)
+            return _started(run)
 
     def finetune(
         self, start: str, job: str, *, overrides: Sequence[str] = (), detach: bool = False
@@ -142,8 +143,9 @@ class LocalRuns(RunVerbs):
         if is_queued_again(store):
             return _started(store, is_queued=True)
         since = end_of(store)
-        lifecycle.resume(store)
-        return _started(store, since)
+        with _stopped_if_interrupted(store):
+            lifecycle.resume(store)
+            return _started(store, since)
 
     def resize(self, run: str, *, devices: int) -> WorkerResize:
         from yunlu.jobs.lifecycle import resize
@@ -284,6 +286,19 @@ def find_run(run: str) -> RunStore:
         if store.has(Document.JOB) or store.has(Log.EVENTS):
             return store
     return lifecycle.find(run)
+
+
+@contextmanager
+def _stopped_if_interrupted(run: RunStore) -> Generator[None]:
+    """Ctrl-C before anybody watches the run: it must not go on unseen."""
+    from yunlu.jobs import lifecycle
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(YunluError):
+            lifecycle.request_stop(run)
+        raise
 
 
 def _follow_launch(launch: LaunchInfo) -> StartedRun | None:

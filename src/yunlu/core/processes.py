@@ -252,8 +252,16 @@ class SignalPipe:
         """Receive these signals; called by the main thread."""
         for number in numbers:
             signal.signal(number, _take_note)
+        self.watch()
+
+    def watch(self) -> None:
+        """Receive every signal that has a handler; called by the main thread."""
         # Python handlers wait until a call of a library returns; this descriptor is written at once.
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def unwatch(self) -> None:
+        """Receive no more signals."""
+        signal.set_wakeup_fd(-1)
 
     def wake(self) -> None:
         """Make it readable; from any thread."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,8 @@ from yunlu.core.errors import ModelError, RehearsalError, TrainingError, YunluEr
 from yunlu.core.files import make_directory, write_atomically
 from yunlu.core.imports import names_object
 from yunlu.core.limits import decode_json, read_json
-from yunlu.core.settings import read_settings, worker_environment
+from yunlu.core.processes import start_process, stop_process
+from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import require_training
 from yunlu.planning.models.hf_config import can_describe, shape_from_config
@@ -40,6 +42,10 @@ _BYTE_TOKENS = 259
 """Vocabulary of the tokenizer ``bytes``: each byte and three special tokens."""
 _PACKAGES = ("yunlu", "torch", "transformers", "peft", "keras")
 _WORDS_SHOWN = 5
+_SHAPE_LIMIT_S = 300.0
+"""How long the model may take to be built and measured on the data, before anything of the run is known."""
+REHEARSAL_S = 60.0
+"""What a rehearsal may always take: importing torch and a model's code takes seconds by itself."""
 
 
 class JobShape(Value):
@@ -80,7 +86,17 @@ def find_shape(job: Job, *, command: Sequence[str] = _MEASURE, measure: bool = T
 def rehearse(
     job: Job, plan: Plan, *, limit_s: float | None = None, command: Sequence[str] = _REHEARSE
 ) -> Rehearsal:
-    """One step of the plan on fake tensors: its memory, and the errors that training would raise."""
+    """One step of the plan on fake tensors: its memory, and the errors that training would raise.
+
+    Args:
+        job: The job.
+        plan: Its plan.
+        limit_s: Seconds after which it is given up. Default: the share of the predicted time that the job
+            allows for measuring, and a minute at least.
+        command: Another program that rehearses, in the place of ours.
+    """
+    if limit_s is None:
+        limit_s = max(REHEARSAL_S, job.train.trial_share * plan.prediction.total_s)
     given = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
     try:
         answer = ask_training(command, json.dumps(given), limit_s=limit_s)
@@ -150,7 +166,7 @@ def _measured(job: Job, command: Sequence[str]) -> JobShape:
         return JobShape.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         pass  # never measured, damaged, or of another version
-    answer = ask_training(command, job.model_dump_json())["found"]
+    answer = ask_training(command, job.model_dump_json(), limit_s=_SHAPE_LIMIT_S)["found"]
     result = JobShape(
         shape=ModelShape.model_validate(answer["shape"]),
         source="measured",
@@ -193,24 +209,20 @@ def ask_training(
     if not command:
         raise ModelError("The model is not described anywhere, and was never measured.")
     require_training()
+    child = start_process([*command, *arguments], is_piped=True, errors=subprocess.PIPE)
     try:
-        done = subprocess.run(  # noqa: S603 (our own interpreter and module)
-            [*command, *arguments],
-            input=given,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=worker_environment(),
-            timeout=limit_s,
-        )
+        output, errors = child.communicate(given.encode(), timeout=limit_s)
     except subprocess.TimeoutExpired as error:
         raise TrainingError(f"it took longer than {limit_s:.0f} s") from error
+    finally:  # Ctrl-C ends it, too
+        stop_process(child, number=signal.SIGKILL)
     try:
-        answer: dict[str, Any] = decode_json(done.stdout)
+        answer: dict[str, Any] = decode_json(output)
     except ValueError as error:
-        text = "\n".join(done.stderr.strip().splitlines()[-_WORDS_SHOWN:]) or "it printed nothing"
+        said = errors.decode(errors="replace").strip().splitlines()
+        text = "\n".join(said[-_WORDS_SHOWN:]) or "it printed nothing"
         raise TrainingError(
-            f"the model could not be measured (exit code {done.returncode}):\n{text}",
+            f"the model could not be measured (exit code {child.returncode}):\n{text}",
             hint="yunlu validate JOB checks the job; yunlu doctor checks the installation",
         ) from error
     if "error" in answer:

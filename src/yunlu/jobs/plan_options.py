@@ -111,6 +111,7 @@ def search_options(
         advice = _advise(ask, job, catalog, options)
         options = options.model_copy(update={"problems": (*options.problems, *advice)})
     notes += [*note_prices(options), *note_terms(options, ask.prices)]
+    notes += dict.fromkeys(text for option in options for text in option.warnings)
     options = options.model_copy(update={"notes": tuple(notes)})
     candidates = list_candidates(ask, weighed) if everything else []
     return PlanOutcome(

@@ -191,6 +191,17 @@ class AutotuneTrial(Value):
     """Measured by an earlier run of the same shape."""
 
 
+class MeasuringTime(Value):
+    """How long measuring before the first step took, of what the job allows."""
+
+    took_s: float
+    limit_s: float
+    share: float
+    """Share of the run that the job allows."""
+    left_out: tuple[str, ...] = ()
+    """What was estimated instead."""
+
+
 class DatasetSize(Value):
     """Samples of each split."""
 
@@ -234,6 +245,8 @@ class Profile(Value):
     """Settings that were tried."""
     trial_s: float = 0.0
     """Duration of the trials."""
+    measuring: MeasuringTime | None = None
+    """Duration of all measurements; None for a predicted profile."""
     task_metric: str
     """Headline metric of the task."""
     metrics: tuple[str, ...]
@@ -389,6 +402,10 @@ class Plan(StepSettings):
     """Where the worker departed from the plan that was submitted."""
     trials: tuple[AutotuneTrial, ...] = ()
     """Settings that were tried, in order."""
+    measuring: MeasuringTime | None = None
+    """What measuring took; None before a worker has measured."""
+    warnings: tuple[str, ...] = ()
+    """What the job asks for and will not get."""
     prediction: Prediction
     """Before anyone pays from fitted models; in the worker from passes timed at start-up."""
     estimate: AnalyticPrediction | None = None

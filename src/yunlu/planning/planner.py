@@ -20,7 +20,7 @@ from yunlu.planning.large_batch import (
 )
 from yunlu.planning.large_batch import count_steps as steps_of
 from yunlu.planning.layouts import Layout, SplitConstraints, WorkerShare, peak_parts
-from yunlu.planning.plan import Choice, Hardware, Plan, Prediction
+from yunlu.planning.plan import Choice, Hardware, MeasuringTime, Plan, Prediction
 from yunlu.planning.splitting import MEMORY_SHARE, optimizer_state_bytes, split_work, time_step
 
 if TYPE_CHECKING:
@@ -156,7 +156,12 @@ def decide(
     rate, reason = _choose_rate(job, profile, batch=batch, steps=steps)
     choose("learning rate", rate, reason, pinned=not reason)
     warmup, reason = _choose_warmup(job, steps, steps_per_epoch, batch)
-    choose("warm-up", warmup, reason, pinned=train.schedule.warmup != "auto")
+    warnings = (
+        [f"train.schedule.warmup: {reason}"] if train.schedule.warmup != "auto" and reason else []
+    )
+    choose("warm-up", warmup, reason or "set in the job")
+    if train.schedule.warmup != "auto":
+        choices[-1] = choices[-1].model_copy(update={"pinned": True})
 
     evaluate_every = {"epoch": steps_per_epoch, "never": 0}.get(str(train.evaluate), train.evaluate)
     evaluate_every = int(evaluate_every) if profile.validation_samples else 0
@@ -176,6 +181,12 @@ def decide(
     if best_metric != "auto":
         choose("best by", best_metric, "the task's own figure",
                pinned=train.checkpoint.metric != "auto")  # fmt: skip
+    if profile.measuring is not None:
+        choose(
+            "measuring",
+            show_duration(profile.measuring.took_s),
+            _describe_measuring(profile.measuring),
+        )
     patience, scaling = train.early_stopping, train.optimizer.scaling
     return Plan(
         hardware=hardware,
@@ -205,9 +216,19 @@ def decide(
         workers=workers,
         choices=tuple(choices),
         trials=profile.trials,
+        measuring=profile.measuring,
+        warnings=tuple(warnings),
         prediction=prediction,
         estimate=None if guess is None else predict_from(guess, lambda one: predict(one, length)),
     )
+
+
+def _describe_measuring(measuring: MeasuringTime) -> str:
+    """What it could have taken, and what did not fit in."""
+    text = f"at most {show_duration(measuring.limit_s)}, by train.trial_share {measuring.share:g}"
+    if not measuring.left_out:
+        return text
+    return f"{text}; not measured but estimated: {', '.join(measuring.left_out)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +414,13 @@ def _choose_warmup(job: Job, steps: int, steps_per_epoch: int, batch: int) -> tu
             base_batch=optimizer.base_batch,
             rule=optimizer.scaling,
         )
-    return min(steps, round(warmup * steps) if warmup < 1 else round(warmup)), ""
+    asked = round(warmup * steps) if warmup < 1 else round(warmup)
+    if asked <= steps:
+        return asked, ""
+    return steps, (
+        f"{asked} steps were asked for, but the run has only {steps}: the learning rate rises to the "
+        "last one. Shorten the warm-up (0.1 is a tenth of the run), or train longer"
+    )
 
 
 def _choose_workers(job: Job, profile: Profile, *, samples: int, cores: int) -> tuple[int, str]:

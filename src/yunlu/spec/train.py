@@ -227,7 +227,7 @@ class TrainSpec(Value):
     gradient_release: bool = False
     """Update each weight as soon as its gradient is there, and free it: no accumulation, no clipping by norm."""
     trial_share: Fraction = 0.03
-    """Share of the predicted time that may go into trying settings before the first step."""
+    """Share of the predicted time that measuring before the first step may take, two seconds at least; 0 tries no settings."""
     profile: bool = False
     """Trace a few steps: where their time goes."""
     threads: Count | Auto = "auto"

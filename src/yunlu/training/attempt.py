@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -19,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu import __version__
 from yunlu.core.errors import StoreError, TrainingError, YunluError, is_disk_full
-from yunlu.core.processes import process_began_at, start_time
+from yunlu.core.processes import SignalPipe, process_began_at, start_time
 from yunlu.core.secrets import mask
 from yunlu.runs.events import AttemptStarted, StateChanged
 from yunlu.runs.run_store import Claim, HeldClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from yunlu.hardware.fleet import Machine
     from yunlu.runs.run_store import RunStore
@@ -90,14 +92,23 @@ def run_lock(directory: RunStore, *, passed_on: str | None = None) -> Generator[
         yield held
 
 
+class StopRequestedError(BaseException):
+    """What was being done is abandoned: a stop was requested. No failure, so no handler of failures takes it."""
+
+
+_UNWINDING = False, False
+"""After a stop request nothing is interrupted again: what follows cleans up."""
+
+
 class StopRequest:
-    """Set by a signal, read at step boundaries."""
+    """Set by a signal; read at step boundaries, and raised where work may be abandoned."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._interrupts = self._may_exit = False
 
-    def set(self, *_: Any) -> None:
-        """Request a stop at the next step boundary; usable as a signal handler."""
+    def set(self) -> None:
+        """Request a stop at the next step boundary."""
         self._event.set()
 
     @property
@@ -105,22 +116,77 @@ class StopRequest:
         """Whether a stop was requested."""
         return self._event.is_set()
 
+    def receive(self, *_: object) -> None:
+        """Signal handler: request a stop, and end what may be abandoned."""
+        self._event.set()
+        if self._interrupts:
+            self._interrupts = False  # a second signal must not disturb the cleaning up
+            raise StopRequestedError
+
+    @contextmanager
+    def interrupting(self, *, may_exit: bool = False) -> Generator[None]:
+        """A stop request ends the block at once, with ``StopRequestedError``.
+
+        For work that changes nothing which is kept, or can be undone: Python runs the handler between two
+        of its instructions, so that an operator of torch comes to its end, and nothing after it begins.
+
+        ``may_exit``: the process may end instead, where such a call takes long: see ``signals_as_stop``.
+        """
+        outside = self._interrupts, self._may_exit
+        self._interrupts, self._may_exit = True, may_exit or self._may_exit
+        try:
+            if self._event.is_set():
+                raise StopRequestedError
+            yield
+        finally:
+            self._interrupts, self._may_exit = outside if not self._event.is_set() else _UNWINDING
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the process may end, and the main thread has not come to run the handler."""
+        return self._may_exit
+
 
 @contextmanager
-def signals_as_stop() -> Generator[StopRequest]:
-    """Turn SIGTERM and Ctrl-C into a stop request for the next step boundary."""
+def signals_as_stop(on_stuck: Callable[[], None] | None = None) -> Generator[StopRequest]:
+    """Turn SIGTERM and Ctrl-C into a stop request.
+
+    ``on_stuck``: called in a thread before this process ends, where the main thread computes in one long
+    call of a library, such as one that trains a tokenizer, while it may be ended.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals belong to the main thread
         return
-    previous = {
-        number: signal.signal(number, stop.set) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, stop.receive) for number in numbers}
+    pipe = None if on_stuck is None else SignalPipe()
+    if pipe is not None and on_stuck is not None:
+        pipe.watch()
+        arguments = pipe, stop, on_stuck
+        threading.Thread(target=_end_if_stuck, args=arguments, name="stop", daemon=True).start()
     try:
         yield stop
     finally:
+        if pipe is not None:
+            pipe.unwatch()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+_STUCK_S = 1.0
+
+
+def _end_if_stuck(pipe: SignalPipe, stop: StopRequest, on_stuck: Callable[[], None]) -> None:
+    asked = {signal.SIGTERM, signal.SIGINT}
+    while not asked & pipe.take():
+        select.select([pipe], [], [])
+    time.sleep(_STUCK_S)
+    if stop.is_stuck:
+        on_stuck()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def as_user_error(error: Exception) -> YunluError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from yunlu.runs.events import (
 from yunlu.runs.run_store import Area, Document, Log, read_number
 from yunlu.runs.states import RunState
 from yunlu.spec.search import lower_is_better
+from yunlu.training.attempt import StopRequestedError
 from yunlu.training.checkpoint.store import CheckpointStore
-from yunlu.training.device import max_memory_bytes
+from yunlu.training.device import max_memory_bytes, random_kept
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
 from yunlu.training.memory.peak import peak_resident_bytes
@@ -28,6 +29,7 @@ from yunlu.training.trial_control import open_trial_control
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -168,9 +170,16 @@ class TrainingCallbacks:
         attempt: int,
         group: SaveGroup | None = None,
         log: MetricLog | None = None,
+        interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``group`` and ``log`` are given for a worker of a worker group."""
+        """``group`` and ``log`` are given for a worker of a worker group.
+
+        ``interruptible``: context of work that a stop request may end halfway.
+        """
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
+        self._interruptible = engine.interruptible = interruptible
+        self._owes_evaluation = False
+        """Whether a stop ended the evaluation after the newest step."""
         train, patience = engine.job.train, engine.job.train.early_stopping
         self._best = BestCheckpoint(engine.plan.best_metric, ties_by_loss=True)
         self._patience = patience
@@ -215,7 +224,8 @@ class TrainingCallbacks:
     def is_complete(self) -> bool:
         """Whether the run has made its last step."""
         engine = self._engine
-        return self.stopped_early or engine.steps_done >= engine.batch_schedule.steps
+        is_through = self.stopped_early or engine.steps_done >= engine.batch_schedule.steps
+        return is_through and not self._owes_evaluation
 
     def begin_phase(self, phase: str) -> None:
         """Begin a long phase that is not a step; nobody watches over a single worker."""
@@ -245,6 +255,7 @@ class TrainingCallbacks:
             "improvement": self._improvement.state(),
             "stopped_early": self.stopped_early,
             "rung": self.rung,
+            "owes_evaluation": self._owes_evaluation,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -252,7 +263,9 @@ class TrainingCallbacks:
         self._best.restore(state["best"])
         self._improvement.restore(state["improvement"])
         self.stopped_early = state["stopped_early"]
-        self.rung = state.get("rung", 0)  # absent in checkpoints of earlier versions
+        # Absent in checkpoints of earlier versions.
+        self.rung = state.get("rung", 0)
+        self._owes_evaluation = state.get("owes_evaluation", False)
 
     def _read_batch(self) -> int | None:
         """The batch size requested while the run goes on."""
@@ -266,6 +279,19 @@ class TrainingCallbacks:
         """Nothing to request: there are no other workers."""
         return ""
 
+    def before_first_step(self) -> bool:
+        """Evaluate where the last attempt was stopped while it did; true ends the loop."""
+        return self._owes_evaluation and self._end_step()
+
+    def after_undone_step(self) -> None:
+        """Save the state before the step, unless there is none."""
+        self._report_stopping()
+        if self._engine.steps_done:
+            self._save({})
+
+    def _report_stopping(self) -> None:
+        self._run.emit(StateChanged(state=RunState.STOPPING, reason="stop requested"))
+
     def after_step(self, step: Step) -> bool:
         """Log the step, then evaluate, save and stop where due."""
         engine = self._engine
@@ -275,9 +301,22 @@ class TrainingCallbacks:
         if step.verdict.action == "rollback":
             self._roll_back(step)
             return False
+        return self._end_step()
+
+    def _end_step(self) -> bool:
+        """Evaluate, save and stop where due; true ends the loop."""
+        engine = self._engine
         done = engine.steps_done
         last = done == engine.batch_schedule.steps
-        metrics, improved = self._evaluate(last=last)
+        try:
+            metrics, improved = self._evaluate(last=last)
+        except StopRequestedError:
+            # Of the whole split or not at all; the next attempt makes up for it before anything else.
+            self._owes_evaluation = True
+            self._report_stopping()
+            self._save({})
+            return True
+        self._owes_evaluation = False
         if not last and not self.stopped_early:
             self.decision = self._read_decision(is_rung=bool(metrics))
         if self.decision is not None:
@@ -287,7 +326,7 @@ class TrainingCallbacks:
                 return True
         stopping = self._stop.is_set and not last
         if stopping and self.decision is None:
-            self._run.emit(StateChanged(state=RunState.STOPPING, reason="stop requested"))
+            self._report_stopping()
         by_epoch = engine.job.train.checkpoint.every == "epoch"
         is_epoch_end = by_epoch and engine.order.epoch_at(done).is_integer()
         due = is_epoch_end or (not by_epoch and done % engine.plan.checkpoint_every == 0)
@@ -379,8 +418,8 @@ class TrainingCallbacks:
         due = epoch.is_integer() if by_epoch else engine.steps_done % every == 0
         if not due and not last:
             return {}, False
-        self.rung += 1
         score = self.score("validation")
+        self.rung += 1
         self.log.charge("evaluate_s", score.seconds)
         improved = self._best.observe(score.metrics)
         better = self._improvement.observe(score.metrics)
@@ -398,16 +437,17 @@ class TrainingCallbacks:
         engine = self._engine
         step = engine.steps_done if step is None else step
         samples = getattr(engine.splits, split)
-        score = evaluate(
-            engine.task,
-            engine.best_view,
-            samples,
-            precision=engine.precision,
-            device=engine.device,
-            micro_batch=engine.micro_batch,
-            workers=engine.plan.workers,
-        )
-        rung = self.rung if split == "validation" else None
+        with random_kept(), self._interruptible():
+            score = evaluate(
+                engine.task,
+                engine.best_view,
+                samples,
+                precision=engine.precision,
+                device=engine.device,
+                micro_batch=engine.micro_batch,
+                workers=engine.plan.workers,
+            )
+        rung = self.rung + 1 if split == "validation" else None
         self._run.emit(score.as_event(split=split, step=step, rung=rung))
         metrics = {f"{split}/{name}": value for name, value in score.metrics.items()}
         self._trackers.log(metrics, step=step)

@@ -7,6 +7,7 @@ here, so that the loop stays the five lines it is about.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from yunlu.core.errors import DataError
 from yunlu.runs.events import MemoryExhausted
+from yunlu.training.attempt import StopRequestedError
 from yunlu.training.batch_schedule import BatchSchedule, Plateau
 from yunlu.training.clipping import Clipper, measure_norm, measure_square
 from yunlu.training.compiler import (
@@ -27,7 +29,7 @@ from yunlu.training.compiler import (
     xla_device,
 )
 from yunlu.training.data.batches import BatchShard, lengths_of, step_batches
-from yunlu.training.determinism import seed_step
+from yunlu.training.determinism import hold_host_random, return_host_random, seed_step
 from yunlu.training.device import move_model, sum_type
 from yunlu.training.device_feed import DeviceFeed
 from yunlu.training.engine_state import EngineState
@@ -52,6 +54,7 @@ from yunlu.training.tensor_slices import find_aliases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from yunlu.planning.plan import Plan
     from yunlu.spec.job import Job
@@ -148,6 +151,8 @@ def make_average(model: nn.Module, decay: float) -> AveragedModel:
         return WeightAverage(model, decay)
 
 
+_LONG_STEP_S = 0.005
+"""A stop ends such a step halfway, which costs each of them some 10 microseconds."""
 _ADAPTING_STEPS = 20
 """Overflowing losses in a row that are tolerated while modules move to full precision."""
 
@@ -215,6 +220,11 @@ class Engine:
         """Called before this worker waits for other workers, and after (``is_over``)."""
         self.requested_batch: Callable[[], int | None] = _nothing
         """Batch size requested while the run goes on."""
+        self.interruptible: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context of a pass that a stop request may end; see ``StopRequest.interrupting``."""
+        self._has_stepped = False
+        self._random_before: HostRandom | None = None
+        """The host's random state before the current step was fetched, where a stop may undo it."""
         if plan.compile == "none":
             set_compiled_call(self.model, None)
         elif compiled_call(self.model) is None:
@@ -245,11 +255,27 @@ class Engine:
             digests=self.keeps_ledger,
         )
         if not isinstance(self.clock, DeviceClock):
-            return steps
+            return self._noting_random(steps)
         if self._feed is not None:
             self._feed.drop()
         self._feed = DeviceFeed(steps, self.device)
-        return self._feed
+        return self._noting_random(self._feed)
+
+    def _noting_random(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Fetching may draw random numbers, too: a step that is undone is fetched again."""
+        while True:
+            held = self.random_before_fetch or hold_host_random() if self._is_undoable else None
+            self._random_before = held
+            micros = next(steps, None)
+            if micros is None:
+                return
+            yield micros
+
+    @property
+    def _is_undoable(self) -> bool:
+        """Whether a stop may end the next step halfway. Short steps are made: undoing costs each a little."""
+        is_long = not self._has_stepped or self.plan.prediction.step_s > _LONG_STEP_S
+        return is_long and self.interruptible is not nullcontext and self.release is None
 
     def _set_clock(self) -> None:
         self.clock = make_step_clock(self.device, is_single=self.world.layout.is_single)
@@ -316,14 +342,20 @@ class Engine:
             seed_step(seed, self.steps_done, replica, self.device)
         self._start.mark()
         self._in_step = True
+        interruptible = self.interruptible if self._random_before is not None else nullcontext
         try:
-            with self.wrapped.step_context():
-                return self.wrapped.accumulate(
+            with interruptible(), self.wrapped.step_context():
+                accumulated = self.wrapped.accumulate(
                     micros,
                     self._loss_of,
                     self._backward_with_noise(micros),
                     forward=self.precision.forward,
                 )
+            self._has_stepped = True
+            return accumulated
+        except StopRequestedError:
+            self._undo_step()
+            raise
         except Exception as error:
             if not self._shrink(error):
                 raise
@@ -529,6 +561,13 @@ class Engine:
         lr = self.plan.lr * self.batch_schedule.rate_at(self.steps_done) * self.plateau.scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+    def _undo_step(self) -> None:
+        """Return to the state before the step was fetched: a stop request ended it halfway."""
+        assert self._random_before is not None
+        self._start.restore()
+        return_host_random(self._random_before)
+        self._in_step = False
 
     def _shrink(self, error: Exception) -> bool:
         """Halve the micro-batch after running out of memory; false if that cannot help."""

@@ -83,7 +83,7 @@ def export(
         sync_tree(aside)  # a finished run is not resumed: its model must survive a power cut
         shutil.rmtree(published, ignore_errors=True)
         aside.rename(published)
-    except Exception as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             raise TrainingError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
+from yunlu.training.attempt import StopRequestedError
 from yunlu.training.batch_schedule import adapt_batch_size
 from yunlu.training.guard import StepVerdict
 
@@ -47,8 +48,16 @@ class LoopCallbacks(Protocol):
         """The request to the other workers before the next step."""
         ...
 
+    def before_first_step(self) -> bool:
+        """Do what an earlier attempt left undone; true ends the loop."""
+        ...
+
     def after_step(self, step: Step) -> bool:
         """Process one finished step; true ends the loop."""
+        ...
+
+    def after_undone_step(self) -> None:
+        """A stop request ended a step halfway: it was undone, and ends the loop."""
         ...
 
 
@@ -57,6 +66,8 @@ def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
     for part in engine.wrapped.parts:
         part.train()
     engine.begin()
+    if callbacks.before_first_step():
+        return ""
     adapt_batch_size(engine)
     batches = engine.batches()
     while True:
@@ -68,7 +79,11 @@ def run(engine: Engine, callbacks: LoopCallbacks) -> StepRequest:
         totals = engine.sync_step(micros, callbacks.before_step())
         if totals.request:
             return totals.request
-        step = _run_step(engine, micros, totals.items)
+        try:
+            step = _run_step(engine, micros, totals.items)
+        except StopRequestedError:
+            callbacks.after_undone_step()
+            return ""
         if step is None:  # memory ran out: the same step again, in smaller pieces
             batches = engine.batches()
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from yunlu.planning.plan import refine
 from yunlu.planning.planner import make_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, write_plan
+from yunlu.training.autotune.budget import SPEEDS_S, KeptFigures, MeasuringBudget
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
@@ -26,7 +29,7 @@ from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, sp
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.models.networks import allow_single_samples
 from yunlu.training.precision import check_precision
-from yunlu.training.probe import measured_speeds
+from yunlu.training.probe import load_speeds, measured_speeds
 from yunlu.training.probing.profile_store import (
     background_load,
     load_calibration,
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from yunlu.runs.run_store import RunStore
     from yunlu.spec.job import Job
     from yunlu.training.models.initial_weights import WeightsOrigin
-    from yunlu.training.tasks.task import Task
+    from yunlu.training.tasks.task import Splits, Task
 
 
 def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
@@ -57,6 +60,7 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
     splits = task.load(job)
     if splits.validation is None:
         _refuse_keys_that_need_validation(job)
+    _warn_of_single_labels(directory, job, splits)
     directory.emit(
         DataOpened(
             fingerprint=splits.fingerprint,
@@ -133,24 +137,36 @@ def load_or_make_plan(
         plan = require_plan(directory)
     else:
         directory.emit(ProgressReported(phase="measuring and planning"))
+        budget = MeasuringBudget(job.train.trial_share)
         load = background_load(machine)
-        _check_precision(directory, job, machine)
+        _check_precision(directory, job, machine, budget)
         if job.train.compile == "xla":
             xla_device()  # fails here, before anything is measured
-        # Before the start-up time is recorded: probing a new machine is part of it.
-        probed = load_or_measure(machine)
-        profile, work = measure(job, inputs, machine, started_at=started_at)
+        kept = _kept_figures(job, inputs, machine)
+        profile, work = measure(
+            job, inputs, machine, started_at=started_at, budget=budget, kept=kept
+        )
+        # After the first pass, which tells how long the run is; part of its start-up all the same.
+        probed = load_or_measure(machine, budget)
+        profile = profile.model_copy(
+            update={"startup_s": time.time() - started_at, "measuring": budget.summary()}
+        )
         guess = None
-        if work is not None:
+        if work is not None and probed is not None:
             guess = make_estimate(
                 profile, work, probed, load_calibration(), name=name_work(job),
                 busy=contention(load, cores=machine.cores, threads=profile.settings.threads),
                 workers=count_devices(job, gpus=machine.gpus),
             )  # fmt: skip
-        plan = make_plan(job, machine, measured_with(profile, work, probed), guess)
+        if probed is not None:
+            profile = measured_with(profile, work, probed)
+        plan = make_plan(job, machine, profile, guess)
         if (submitted := read_submitted_plan(directory)) is not None:
             plan = refine(submitted, plan)
         write_plan(directory, plan)
+        kept.forget()
+        for text in plan.warnings:
+            directory.warn(text)
     directory.emit(PlanMade(plan=plan))
     return plan
 
@@ -167,18 +183,43 @@ def _convert_to_fp8(directory: RunStore, model: nn.Module) -> None:
         directory.warn("train.precision is fp8, but no layer of this model has a suitable shape.")
 
 
-def _check_precision(directory: RunStore, job: Job, machine: Machine) -> None:
+def _check_precision(
+    directory: RunStore, job: Job, machine: Machine, budget: MeasuringBudget
+) -> None:
     """Refuse an unsupported precision, and warn of a slow one."""
     name, device = job.train.precision, machine.best_device
     if name in {"auto", "fp32"}:
         return
     check_precision(name, torch.device(device.kind))
-    for speed in measured_speeds(device):
+    way_out = "Leave train.precision out: auto takes what is fast here; or set fp32"
+    speeds = load_speeds(device)
+    if speeds is None and budget.allows(SPEEDS_S, "the speed of precisions"):
+        speeds = measured_speeds(device)
+    if speeds is None and device.kind == "cpu" and name not in device.fast_precisions:
+        directory.warn(
+            f"train.precision is {name}, which this processor has no instructions for: it may take many "
+            f"times as long as fp32. {way_out}."
+        )
+    for speed in speeds or ():
         if speed.precision == name and speed.relative_speed < 1:
             directory.warn(
                 f"train.precision is {name}, which this device computes {1 / speed.relative_speed:.3g} "
-                f"times slower than fp32; auto would not choose it."
+                f"times slower than fp32; auto would not choose it. {way_out}."
             )
+
+
+def _warn_of_single_labels(directory: RunStore, job: Job, splits: Splits) -> None:
+    """Where every label occurs once, nothing holds for other data: often a number, or an id."""
+    labels = splits.about.get("labels")
+    if not isinstance(labels, list) or len(labels) < len(splits.train):
+        return
+    target = splits.about.get("target") or job.data.target
+    where = f" in the column {target!r}" if target else ""
+    directory.warn(
+        f"There are {len(labels)} labels{where} for {len(splits.train)} training samples: hardly one "
+        "occurs twice, so nothing can be learnt that holds for other data. Is data.target the right "
+        "column? Numbers are predicted by task: tabular-regression."
+    )
 
 
 def _refuse_keys_that_need_validation(job: Job) -> None:
@@ -209,23 +250,43 @@ def _warn_of_unused_keys(directory: RunStore, job: Job, task: Task) -> None:
 _BENCHMARKS = (sys.executable, "-m", "yunlu.training.probing.measure", "--quick")
 
 
-def load_or_measure(machine: Machine) -> MachineProfile:
-    """The stored profile; else a quick measurement, which is then stored."""
+_QUICK_S = 4.0
+"""What the quick benchmarks take, with the start of a process."""
+_MACHINE = "this machine's operators (yunlu probe measures them once)"
+
+
+def load_or_measure(machine: Machine, budget: MeasuringBudget) -> MachineProfile | None:
+    """The stored profile; else a quick measurement, which is then stored; None if it takes too long."""
     profile = load_profile(machine)
-    if profile is None:
-        profile = _measure_in_subprocess()
-        save_profile(profile)
+    if profile is None and budget.allows(_QUICK_S, _MACHINE):
+        profile = _measure_in_subprocess(limit_s=budget.left_s)
+        if profile is None:
+            budget.leave_out(_MACHINE)
+        else:
+            save_profile(profile)
     return profile
 
 
-def _measure_in_subprocess() -> MachineProfile:
+def _measure_in_subprocess(*, limit_s: float) -> MachineProfile | None:
     """Measure in a subprocess: benchmark arrays would count in the run's peak memory."""
     command = [*_BENCHMARKS, "--threads", str(torch.get_num_threads())]
     with piped_process(command, errors=subprocess.DEVNULL) as child:
         assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith(b'{"probed"'):
-                return MachineProfile.model_validate(decode_json(line)["probed"])
-    from yunlu.training.probing.measure import measure_machine  # noqa: PLC0415 - hardly ever
+        timer = threading.Timer(limit_s, child.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            for line in child.stdout:
+                if line.startswith(b'{"probed"'):
+                    return MachineProfile.model_validate(decode_json(line)["probed"])
+        finally:
+            timer.cancel()
+    return None
 
-    return measure_machine(quick=True)
+
+def _kept_figures(job: Job, inputs: TrainingInputs, machine: Machine) -> KeptFigures:
+    parameters = sum(weight.numel() for weight in inputs.model.parameters())
+    return KeptFigures(
+        *(machine.hostname, machine.best_device.name, torch.__version__, torch.get_num_threads()),
+        *(job.model_dump(mode="json"), inputs.splits.fingerprint, parameters),
+    )

@@ -116,23 +116,32 @@ _SPEEDS = TypeAdapter(tuple[PrecisionSpeed, ...])
 
 def measured_speeds(device: Device, *, ignore_cache: bool = False) -> tuple[PrecisionSpeed, ...]:
     """Speed of each precision, cached by device, torch version and number of threads."""
-    import torch  # noqa: PLC0415 (takes seconds)
-
-    where = [device.kind, device.name, torch.__version__, torch.get_num_threads()]
-    key = xxhash.xxh3_64_hexdigest(json.dumps(where).encode())
-    path = read_settings().cache / "precisions" / f"{key}.json"
-    if not ignore_cache:
-        try:
-            return _SPEEDS.validate_json(path.read_bytes())
-        except (OSError, ValueError):
-            pass  # not cached, or damaged
-    speeds = tuple(measure_precisions(device))
+    known = None if ignore_cache else load_speeds(device)
+    if known is not None:
+        return known
+    path, speeds = _speeds_file(device), tuple(measure_precisions(device))
     try:
         make_directory(path.parent)
         write_atomically(path, _SPEEDS.dump_json(speeds))
     except OSError:
         pass  # without a cache the next run measures again
     return speeds
+
+
+def load_speeds(device: Device) -> tuple[PrecisionSpeed, ...] | None:
+    """The speeds as measured before; None if they never were."""
+    try:
+        return _SPEEDS.validate_json(_speeds_file(device).read_bytes())
+    except (OSError, ValueError):
+        return None  # not cached, or damaged
+
+
+def _speeds_file(device: Device) -> Path:
+    import torch  # noqa: PLC0415 (takes seconds)
+
+    where = [device.kind, device.name, torch.__version__, torch.get_num_threads()]
+    key = xxhash.xxh3_64_hexdigest(json.dumps(where).encode())
+    return read_settings().cache / "precisions" / f"{key}.json"
 
 
 def measure_precisions(device: Device) -> list[PrecisionSpeed]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import OperatorWork
     from yunlu.spec.job import Job
+    from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
     from yunlu.training.tasks.task import Batch, Task, TrainingInputs
 
 _TIMED_S = 0.3
@@ -49,9 +50,18 @@ _TIMED_PASSES = 5
 
 
 def measure(
-    job: Job, inputs: TrainingInputs, machine: Machine, *, started_at: float
+    job: Job,
+    inputs: TrainingInputs,
+    machine: Machine,
+    *,
+    started_at: float,
+    budget: MeasuringBudget | None = None,
+    kept: KeptFigures | None = None,
 ) -> tuple[Profile, OperatorWork | None]:
-    """The profile for the planner, and a step's operators; ``started_at``: start of this attempt."""
+    """The profile for the planner, and a step's operators; ``started_at``: start of this attempt.
+
+    One pass is always made; what else does not fit in the budget is estimated from it.
+    """
     task, model, splits = inputs.task, inputs.model, inputs.splits
     device = torch.device(machine.best_device.kind)
     weights = list(model.parameters())
@@ -62,7 +72,8 @@ def measure(
     room = memory_room_bytes(job, machine.best_device.memory_bytes, fixed)
     batch = choose_batch(job, len(splits.train))
     move_model(model, device)
-    timer = ModelTimer(job, inputs, device, batch=batch)
+    timer = ModelTimer(job, inputs, device, batch=batch, budget=budget, kept=kept)
+    budget = timer.budget
     with _restored(model):
         model.train()
         threads = torch.get_num_threads()  # honours OMP_NUM_THREADS
@@ -86,10 +97,9 @@ def measure(
         work = _count(job, inputs, timer, settings, sample_s=sample_s)
         if job.train.optimizer.state == "8bit":
             peak_bytes = peak_resident_bytes()  # the library of the 8-bit states takes memory, too
-        precision = Precision(settings.precision, device)
         # Evaluation always pads.
         padded = timer.micros(settings.model_copy(update={"padding": "pad"}))[0]
-        metrics, evaluate_s = _score(task, model, padded, precision)
+        metrics, evaluate_s = _score_within(timer, settings, task, sample_s=sample_s)
     profile = Profile(
         parameters=parameters,
         trainable=trainable,
@@ -98,7 +108,7 @@ def measure(
         probe_s=sample_s * probe.samples,
         update_s=update_s,
         load_s_per_sample=timer.load_s_per_sample,
-        evaluate_s_per_sample=evaluate_s / padded.samples,
+        evaluate_s_per_sample=evaluate_s,
         train_samples=len(splits.train),
         validation_samples=len(splits.validation) if splits.validation is not None else 0,
         test_samples=len(splits.test) if splits.test is not None else 0,
@@ -109,6 +119,7 @@ def measure(
         reasons=tuned.reasons | fitting.reasons,
         trials=tuned.trials,
         trial_s=trial_s,
+        measuring=budget.summary(),
         task_metric=task.metric,
         metrics=tuple(sorted(metrics)),
         facts=_find_split_constraints(job, model, padded, machine, fitting.bytes_per_sample),
@@ -123,6 +134,8 @@ def _count(
     from yunlu.training.probing.microbenchmarks import count_step  # noqa: PLC0415 - only for a new plan
 
     plain = settings.model_copy(update={"compile": "none"})
+    if not timer.budget.allows(2 * sample_s, "the operators of a step"):
+        return None
     timer.switch(plain)
     try:
         return count_step(job, inputs, timer, plain, sample_s=sample_s)
@@ -165,6 +178,27 @@ def _restored(model: nn.Module) -> Generator[None]:
         model.train(mode)
         model.zero_grad(set_to_none=True)
         restore_random(*random)
+
+
+_EVALUATED = 0.35
+"""Time of a sample in an evaluation, over that in training: the backward pass takes twice the forward one."""
+
+
+def _score_within(
+    timer: ModelTimer, settings: StepSettings, task: Task, *, sample_s: float
+) -> tuple[set[str], float]:
+    """Names of the metrics, and seconds to evaluate a sample: of a micro-batch, or of one sample.
+
+    Evaluation always pads.
+    """
+    precision = Precision(settings.precision, timer.device)
+    padding = settings.model_copy(update={"padding": "pad"})
+    batch = timer.micros(padding)[0]
+    if timer.budget.allows(_EVALUATED * sample_s * batch.samples, "an evaluation"):
+        metrics, seconds = _score(task, timer.model, batch, precision)
+        return metrics, seconds / batch.samples
+    one = timer.micros(padding.model_copy(update={"micro_batch": 1}))[0]
+    return _score(task, timer.model, one, precision)[0], _EVALUATED * sample_s
 
 
 def _score(

@@ -26,7 +26,7 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
-from yunlu.training.attempt import change_state, describe_environment
+from yunlu.training.attempt import StopRequestedError, change_state, describe_environment
 from yunlu.training.determinism import seed_everything, set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.export import ModelLineage, export
@@ -64,6 +64,10 @@ class Topology:
         return load_or_make_plan(
             runner.run, runner.job, runner.inputs, runner.machine, started_at=started_at
         )
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Context of work before and after the steps, which a stop request may end halfway."""
+        return nullcontext()
 
     def why_not_train(self) -> str:
         """Why the attempt ends before the first step; empty if it does not."""
@@ -133,9 +137,10 @@ class Runner:
 
     def run_attempt(self, *, started_at: float) -> RunState:
         """All phases in one process."""
-        self.record_environment()
-        self.prepare()
-        self.plan = self.topology.make_plan(self, started_at=started_at)
+        with self.topology.interruptible():
+            self.record_environment()
+            self.prepare()
+            self.plan = self.topology.make_plan(self, started_at=started_at)
         if reason := self.topology.why_not_train():
             return change_state(self.run, RunState.STOPPED, reason=reason)
         return self.train()
@@ -153,13 +158,18 @@ class Runner:
         """Build the engine, train, finalise; returns the state in which this worker leaves the run."""
         topology, state = self.topology, RunState.FAILED
         with topology.join_world(self) as world:
-            seed_everything(self.job.train.seed)
-            self.engine = self.build_engine(world)
-            self.open_trackers()
-            self.callbacks = topology.open_callbacks(self)
+            with topology.interruptible():
+                seed_everything(self.job.train.seed)
+                self.engine = self.build_engine(world)
+                self.open_trackers()
+                self.callbacks = topology.open_callbacks(self)
             try:
-                topology.begin(self)
+                with topology.interruptible():
+                    topology.begin(self)
                 state = self.run_in_world()
+            except StopRequestedError:
+                state = RunState.STOPPED
+                raise
             finally:
                 with suppress(OSError, TrainingError):  # an earlier failure takes precedence
                     self.callbacks.log.flush()
@@ -183,14 +193,15 @@ class Runner:
         state = RunState.STOPPED
         if callbacks.is_complete:
             callbacks.begin_phase("export")
-            self.summary = finalize(
-                self.run,
-                self.engine,
-                callbacks,
-                self.environment,
-                self.machine,
-                template=self.template,
-            )
+            with topology.interruptible():
+                self.summary = finalize(
+                    self.run,
+                    self.engine,
+                    callbacks,
+                    self.environment,
+                    self.machine,
+                    template=self.template,
+                )
             state = RunState.FINISHED
         topology.barrier()
         return state

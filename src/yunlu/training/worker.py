@@ -26,6 +26,7 @@ from yunlu.runs.run_store import read_job
 from yunlu.runs.states import RunState
 from yunlu.training.attempt import (
     RunBusyError,
+    StopRequestedError,
     as_user_error,
     begin_attempt,
     change_state,
@@ -74,8 +75,14 @@ def main() -> int:
 def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
     """Run one attempt; every outcome is reported as an event, no exception escapes."""
     directory = open_run(run)
+
+    def report_stop() -> None:
+        change_state(directory, RunState.STOPPED, reason=_STOPPED)
+
+    # A user's own process is not ours to end.
+    on_stuck = report_stop if _is_worker_process() else None
     try:
-        with run_lock(directory), _torch_settings_restored(), signals_as_stop() as stop:
+        with run_lock(directory), _torch_settings_restored(), signals_as_stop(on_stuck) as stop:
             # In a user's own Python process the run begins now, not when that process did.
             began_at = None if _is_worker_process() else time.time()
             attempt, started_at = begin_attempt(directory, began_at=began_at)
@@ -83,7 +90,10 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
             change_state(directory, RunState.PLANNING)
             topology = SingleTopology(stop, task=task, plan_only=plan_only)
             runner = Runner(directory, job, topology, attempt=attempt)
-            return runner.run_attempt(started_at=started_at)
+            try:
+                return runner.run_attempt(started_at=started_at)
+            except StopRequestedError:
+                return change_state(directory, RunState.STOPPED, reason=_STOPPED)
     except (
         RunBusyError
     ) as error:  # the run belongs to another worker: nothing of ours goes into its log
@@ -92,6 +102,9 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
     except Exception as error:  # noqa: BLE001 (the last handler: every failure becomes an event)
         _report_failure(directory, error)
         return RunState.FAILED
+
+
+_STOPPED = "stop requested"
 
 
 def _is_worker_process() -> bool:

@@ -42,6 +42,12 @@ class Watcher:
     exchange_s: float = 0.0
     _before: dict[str, int] = field(default_factory=pretend.counters)
 
+    def before_first_step(self) -> bool:
+        return False
+
+    def after_undone_step(self) -> None:
+        raise AssertionError("nobody asks it to stop")
+
     def before_step(self) -> str:
         return ""
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from tests.unit.planning.test_machine_profile import pace, probe
-from tests.unit.planning.test_planner import job as planned_job
 from tests.unit.planning.test_planner import profile as planned_profile
 from yunlu.planning.machine_profile import parse_profiles
 from yunlu.training import prepare, profile
+from yunlu.training.autotune.budget import MeasuringBudget
 from yunlu.training.prepare import load_or_measure
 from yunlu.training.probe import probe_machine
 from yunlu.training.probing import links, measure, microbenchmarks, profile_store
@@ -180,6 +180,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def ample() -> MeasuringBudget:
+    budget = MeasuringBudget(1.0)
+    budget.predict_run(1e6)
+    return budget
+
+
 def test_a_quick_profile_is_measured_once_and_stored(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +199,8 @@ def test_a_quick_profile_is_measured_once_and_stored(
         raise AssertionError("measured in the worker, whose memory is measured")
 
     monkeypatch.setattr(measure, "measure_machine", refuse)
-    found = load_or_measure(machine)
+    found = load_or_measure(machine, ample())
+    assert found is not None
     assert torch.equal(torch.rand(3), expected)
     assert found.threads == torch.get_num_threads()
     assert found.is_quick
@@ -201,12 +208,27 @@ def test_a_quick_profile_is_measured_once_and_stored(
     kinds = {each.kind for each in found.paces}
     assert kinds >= {"product", "convolution", "stream", "function", "random", "update"}
     monkeypatch.setattr(prepare, "_BENCHMARKS", (sys.executable, "-c", "raise SystemExit('no')"))
-    assert load_or_measure(machine) == found
+    assert load_or_measure(machine, ample()) == found
     monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+other")
-    assert load_or_measure(machine) == found
+    assert load_or_measure(machine, ample()) == found
     monkeypatch.setattr(torch, "__version__", "99.0")
-    with pytest.raises(AssertionError, match="measured in the worker"):
-        load_or_measure(machine)
+    budget = ample()
+    assert load_or_measure(machine, budget) is None  # its process failed
+    assert budget.summary().left_out == (prepare._MACHINE,)
+
+
+def test_a_machine_is_measured_within_the_budget_or_not_at_all(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, program = probe_machine(), "import sys; sys.stdin.read()"
+    budget = MeasuringBudget(0.03, clock=lambda: 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "piped_process", None)
+        assert load_or_measure(machine, budget) is None  # no process is started
+    assert budget.summary().left_out == (prepare._MACHINE,)
+    monkeypatch.setattr(prepare, "_BENCHMARKS", (sys.executable, "-c", program))
+    monkeypatch.setattr(prepare, "_QUICK_S", 0.1)
+    assert load_or_measure(machine, MeasuringBudget(0.03)) is None  # ends a process that is late
 
 
 def test_a_second_worker_that_dies_costs_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +242,8 @@ def test_failed_counting_costs_the_prediction_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Timer:
+        budget = MeasuringBudget(0.03)
+
         def switch(self, _: object) -> None:
             pass
 
@@ -231,38 +255,12 @@ def test_failed_counting_costs_the_prediction_and_not_the_run(
         nothing: Any = None
         timer: Any = Timer()
         settings = planned_profile().settings
-        return profile._count(nothing, nothing, timer, settings, sample_s=1.0)
+        return profile._count(nothing, nothing, timer, settings, sample_s=0.1)
 
     for error in (ValueError("no"), KeyError("k"), AttributeError("a"), AssertionError()):
         assert fail_with(error) is None
     with pytest.raises(MemoryError):
         fail_with(MemoryError())
-
-
-def test_a_run_on_a_new_machine_records_start_up_after_probing(
-    own_cache: Path, make_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-
-    def look(_: object) -> Any:
-        order.append("look")
-        return probe(threads=torch.get_num_threads())
-
-    class StopError(Exception):
-        pass
-
-    def stop(*_: object, **__: object) -> None:
-        order.append("measure")
-        raise StopError
-
-    monkeypatch.setattr(prepare, "load_or_measure", look)
-    monkeypatch.setattr(prepare, "measure", stop)
-    run = make_run(steps=1)
-    asked: Any = planned_job()
-    parts: Any = None
-    with pytest.raises(StopError):
-        prepare.load_or_make_plan(run, asked, parts, probe_machine(), started_at=0.0)
-    assert order == ["look", "measure"]
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement_not_the_run(own_cache: Path) -> None:

@@ -46,6 +46,7 @@ from yunlu.training.asynchronous.process_group_supervisor import (
 from yunlu.training.asynchronous.worker import fit_to_machine, train_worker
 from yunlu.training.attempt import (
     RunBusyError,
+    StopRequestedError,
     begin_attempt,
     change_state,
     latest_attempt,
@@ -116,6 +117,8 @@ def run(
                 devices, workers_here or devices, shares, continues_attempt=claim is not None
             )
             return _run_attempt(directory, stop, options)
+    except StopRequestedError:
+        return change_state(directory, RunState.STOPPED, reason=_NOT_BEGUN)
     except RunBusyError as error:  # the run belongs to another process: write nothing to its log
         sys.stderr.write(f"{error}\n")
     except Exception as error:  # noqa: BLE001 (reported as an event)
@@ -124,6 +127,9 @@ def run(
             EventReporter(directory).report_failure(describe_failure(error), None)
             change_state(directory, RunState.FAILED)
     return RunState.FAILED
+
+
+_NOT_BEGUN = "asked to stop before the first step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,8 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
     topology = AsyncTopology(devices=devices, shares=shares, continues_attempt=continues_attempt)
     runner = Runner(directory, job, topology, attempt=attempt)
     directory.is_quiet = continues_attempt  # these events were written before
-    runner.prepare()
+    with stop.interrupting():
+        runner.prepare()
     directory.is_quiet = False
     gc.collect()
     gc.freeze()  # loaded objects stay: collecting them would unshare their pages
@@ -168,10 +175,10 @@ def _run_attempt(directory: RunStore, stop: StopRequest, options: _Options) -> R
     try:
         group.publish(workers=devices, is_open=False)
         if not continues_attempt:
-            processes.run_to_end(ManagedProcess("planner", make_plan))
+            with stop.interrupting():
+                processes.run_to_end(ManagedProcess("planner", make_plan))
         if stop.is_set:
-            reason = "asked to stop before the first step"
-            return change_state(directory, RunState.STOPPED, reason=reason)
+            return change_state(directory, RunState.STOPPED, reason=_NOT_BEGUN)
         plan = require_plan(directory)
         if shares is not None:
             plan = plan.model_copy(update={"layout": Layout(dp=shares)})

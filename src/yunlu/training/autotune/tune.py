@@ -27,13 +27,14 @@ from yunlu.core.value import Value
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import AutotuneTrial, StepSettings
 from yunlu.planning.planner import choose_micro_batch, count_steps, plan_recompute
+from yunlu.training.autotune.budget import LEAST_S, SPEEDS_S
 from yunlu.training.compiler import estimate_compile_s
 from yunlu.training.data.batches import expected_padding, lengths_of
 from yunlu.training.data.sample_order import make_order
 from yunlu.training.memory.out_of_memory import is_out_of_memory, with_less_memory
 from yunlu.training.memory.recompute import apply_recompute, find_blocks, recompute_savings
 from yunlu.training.optim.build import kernels_for
-from yunlu.training.probe import measured_speeds
+from yunlu.training.probe import load_speeds, measured_speeds
 from yunlu.training.tasks.task import check_padding, padding_options
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from yunlu.hardware.fleet import Device, Machine
     from yunlu.planning.plan import Compiler, PrecisionName
     from yunlu.spec.job import Job
+    from yunlu.training.autotune.budget import MeasuringBudget
     from yunlu.training.autotune.timer import ModelTimer
     from yunlu.training.tasks.task import Batch, TrainingInputs
 
@@ -74,14 +76,7 @@ def fit_memory(
 ) -> MemoryFit:
     """The largest micro-batch that fits; recomputes activations if not even one sample fits."""
     apply_recompute(model, first.recompute)
-    saved_bytes, size = with_less_memory(
-        lambda size: _measure_activations(
-            timer, first.model_copy(update={"micro_batch": size}), model
-        ),
-        min(_MEASURED_SAMPLES, batch),
-        undo=lambda: model.zero_grad(set_to_none=True),
-        on_shrink=lambda _size, _message: None,
-    )
+    saved_bytes, size = _first_pass(timer, first, model, most=min(_MEASURED_SAMPLES, batch))
     settings, per_sample, reasons = first, _TEMPORARY * saved_bytes / size, dict[str, str]()
     requested = job.train.micro_batch
     fewest = 1 if requested == "auto" else min(requested, batch)
@@ -103,6 +98,36 @@ def fit_memory(
         bytes_per_sample=per_sample,
         reasons=reasons,
     )
+
+
+def _first_pass(
+    timer: ModelTimer, first: StepSettings, model: nn.Module, *, most: int
+) -> tuple[float, int]:
+    """Bytes of activations of as many samples as were measured, and their number."""
+    if (known := timer.kept.find("first")) is not None:
+        saved_bytes, size, *spent = known
+        timer.note_first(*spent)
+        return saved_bytes, int(size)
+
+    def run(samples: int) -> tuple[float, int]:
+        return with_less_memory(
+            lambda size: _measure_activations(
+                timer, first.model_copy(update={"micro_batch": size}), model
+            ),
+            samples,
+            undo=lambda: model.zero_grad(set_to_none=True),
+            on_shrink=lambda _size, _message: None,
+        )
+
+    few = timer.first_samples(most)
+    saved_bytes, size = run(few)
+    seconds, samples, _ = timer.first
+    if size == few < most and timer.budget.allows(
+        most * seconds / samples, f"{most} samples at once"
+    ):
+        saved_bytes, size = run(most)  # a few more weigh less what a pass saves whatever its size
+    timer.kept.keep("first", saved_bytes, size, *timer.first)
+    return saved_bytes, size
 
 
 def _measure_activations(timer: ModelTimer, settings: StepSettings, model: nn.Module) -> float:
@@ -139,7 +164,8 @@ def _shapes(batch: Batch) -> str:
     return ", ".join(f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in named)
 
 
-_UNTRIED = {False: "the run is too short to try another", True: "no other option works here"}
+_TOO_SHORT = "the run is too short to try another"
+_UNTRIED = {False: _TOO_SHORT, True: "no other option works here"}
 
 
 class SettingsTimer(Protocol):
@@ -167,7 +193,7 @@ class Knob:
     extra_s: float = 0.0
     """Seconds of a trial besides timing: compilation."""
     always: bool = False
-    """Try it in the shortest run too: the wrong choice may cost many times the trial."""
+    """Try it in a short run too, within ``LEAST_S``: the wrong choice may cost many times the trial."""
 
     @property
     def name(self) -> str:
@@ -189,11 +215,13 @@ def search(
     start: StepSettings,
     knobs: Sequence[Knob],
     budget_s: Callable[[StepSettings], float],
+    *,
+    least_s: float = LEAST_S,
 ) -> tuple[TunedSettings, float]:
     """Try each knob in turn; returns the result and the seconds it took.
 
     ``budget_s`` computes the total budget from the best settings so far: faster settings make a
-    shorter run, with a smaller budget.
+    shorter run, with a smaller budget. ``least_s``: that of knobs that are always tried.
     """
     settings, trials, reasons = start, list[AutotuneTrial](), dict[str, str]()
     spent_s = 0.0
@@ -204,7 +232,8 @@ def search(
         failed = False
         for option in options:
             needed_s = timer.comparison_s(settings) + knob.extra_s
-            if not knob.always and spent_s + needed_s > budget_s(settings):
+            most_s = budget_s(settings)
+            if spent_s + needed_s > (max(most_s, least_s) if knob.always else most_s):
                 break
             outcome = timer.compare(settings, option)
             spent_s += perf_counter() - began_at
@@ -349,7 +378,8 @@ def list_knobs(job: Job, inputs: TrainingInputs, machine: Machine, timer: ModelT
     if train.micro_batch == "auto" and not train.gradient_release:
         knobs.append(Knob(field="micro_batch", options=lambda now: _smaller(now, timer)))
     if train.precision == "auto":
-        knobs.append(_choices("precision", fast_precisions(device), worth=_PRECISION_WORTH))
+        fast = fast_precisions(device, timer.budget)
+        knobs.append(_choices("precision", fast, worth=_PRECISION_WORTH))
     is_single = count_devices(job, gpus=machine.gpus) == 1
     if train.compile == "auto" and is_single:  # availability is checked only where it may pay
         extra_s = estimate_compile_s(inputs.model)
@@ -357,9 +387,17 @@ def list_knobs(job: Job, inputs: TrainingInputs, machine: Machine, timer: ModelT
     return knobs
 
 
-def fast_precisions(device: Device) -> list[PrecisionName]:
-    """Precisions worth trying, by the speed of a matrix product; FP16 only without BF16."""
-    worth = [speed.precision for speed in measured_speeds(device) if speed.is_worth_using]
+def fast_precisions(device: Device, budget: MeasuringBudget | None = None) -> list[PrecisionName]:
+    """Precisions worth trying, by the speed of a matrix product; FP16 only without BF16.
+
+    Where that was never measured and does not fit in the budget, those that the device says it has.
+    """
+    known = load_speeds(device)
+    if known is None and (budget is None or budget.allows(SPEEDS_S, "the speed of precisions")):
+        known = measured_speeds(device)
+    worth: Sequence[str] = device.fast_precisions
+    if known is not None:
+        worth = [speed.precision for speed in known if speed.is_worth_using]
     return [name for name in ("tf32", "bf16") if name in worth] or [
         name for name in ("fp16",) if name in worth
     ]
@@ -401,7 +439,6 @@ _TORCH_OPTIMIZERS_S = 2.0
 _PLAIN_REASONS = {
     "threads": "all available",
     "precision": "nothing is faster than fp32 on this device",
-    "compile": "packed batches would recompile again and again",
     "kernel": "the only one for this optimiser",
 }
 
@@ -428,17 +465,36 @@ def tune(
     tuned = load_cached(key)
     if tuned is not None:
         return tuned, 0.0
-    began_at = perf_counter()
+    began_at, budget = perf_counter(), timer.budget
+    timer.sample_s(start)  # counts before anything is tried
+    before_s = budget.spent_s
 
     def budget_s(settings: StepSettings) -> float:
-        return job.train.trial_share * steps * shape[-1] * timer.sample_s(settings)
+        run_s = steps * shape[-1] * timer.sample_s(settings)
+        budget.predict_run(run_s)
+        return budget.share * run_s - before_s
 
-    tuned, spent_s = search(timer, start, list_knobs(job, inputs, machine, timer), budget_s)
+    least_s = LEAST_S - before_s if budget.share else 0.0
+    knobs = list_knobs(job, inputs, machine, timer)
+    tuned, spent_s = search(timer, start, knobs, budget_s, least_s=least_s)
+    names = {knob.field: f"another {knob.name}" for knob in knobs}
+    names |= {"compile": "compiling", "threads": "one thread", "padding": "packing"}
+    untried = [names[field] for field, why in tuned.reasons.items() if why == _TOO_SHORT]
+    budget.leave_out(*untried)
     if job.train.optimizer.kernel == "auto":
         left_s = budget_s(tuned.settings) - spent_s
         tuned = _try_kernels(job, inputs, timer, tuned, budget_s=left_s)
-    tuned = tuned.model_copy(update={"reasons": {**_PLAIN_REASONS, **tuned.reasons}})
+    plain = {**_PLAIN_REASONS, "compile": _why_not_compiled(job, machine, tuned.settings)}
+    tuned = tuned.model_copy(update={"reasons": {**plain, **tuned.reasons}})
     return save_cached(key, tuned), perf_counter() - began_at
+
+
+def _why_not_compiled(job: Job, machine: Machine, settings: StepSettings) -> str:
+    if settings.padding == "pack":
+        return "packed batches would recompile again and again"
+    if count_devices(job, gpus=machine.gpus) > 1:
+        return "not tried for several workers: train.compile: true compiles on each"
+    return _UNTRIED[True]
 
 
 def _try_kernels(
@@ -451,6 +507,7 @@ def _try_kernels(
     first_s = timer.update_s(first)
     load_s = 0.0 if "torch._dynamo" in sys.modules else _TORCH_OPTIMIZERS_S
     if load_s + 6 * len(others) * first_s > budget_s:
+        timer.budget.leave_out("another optimiser kernel")
         return _with_kernel(tuned, first, "usually the fastest", [])
     seconds = {kernel: timer.update_s(kernel) for kernel in others}
     best = min(seconds, key=lambda kernel: seconds[kernel])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.spec.job import Job
     from yunlu.training.autotune.timer import ModelTimer
-    from yunlu.training.tasks.task import Batch, TrainingInputs
+    from yunlu.training.tasks.task import TrainingInputs
 
     Run = Callable[[], object]
 
@@ -402,17 +402,9 @@ def _count_pass(
     model.zero_grad(set_to_none=True)
     counts = count_operators(lambda: timer.backward(settings, batch))
     micros = timer.micros(settings)
-    numbers = sum(map(_input_size, micros)) / len(micros)
-    ratio = numbers / max(_input_size(batch), 1)
+    numbers = sum(micro.num_values for micro in micros) / len(micros)
+    ratio = numbers / max(batch.num_values, 1)
     return Pass(samples=settings.micro_batch, operators=enlarge(counts, ratio))
-
-
-def _input_size(batch: Batch) -> int:
-    """Number of input values: a small batch has less padding than a large one."""
-    tensors = batch.inputs
-    return sum(
-        value.numel() for value in (tensors.values() if isinstance(tensors, dict) else tensors)
-    )
 
 
 _MOST_MIXED = 4.0

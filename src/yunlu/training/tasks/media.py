@@ -251,7 +251,10 @@ def label_config(labels: Labels) -> dict[str, Any]:
 def _label(value: Any, row: int, part: str) -> str:
     number = value.item() if hasattr(value, "item") else value
     if number is None or (isinstance(number, float) and math.isnan(number)) or number == "":
-        raise DataError(f"row {row} of the {part} data has no label")
+        raise DataError(
+            f"row {row} of the {part} data has no label",
+            hint="fill it in, or leave such rows out: what is to be predicted cannot be guessed",
+        )
     if isinstance(number, float) and number.is_integer():
         return str(int(number))
     return str(number)

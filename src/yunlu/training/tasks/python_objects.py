@@ -65,6 +65,8 @@ class ObjectTask:
         if "validation" not in parts and "test" not in parts:
             parts = _hold_out(parts["train"], held.validation, held.test, seed=job.train.seed)
         _, target = _pair(parts["train"][0])
+        if self._loss is None:  # a loss of the user's own may leave them out
+            _refuse_missing_targets(parts)
         self._choose_loss(torch.as_tensor(target))
         return Splits(
             train=parts["train"],
@@ -234,6 +236,28 @@ def _as_tensor(array: Any) -> Tensor:
     except (TypeError, ValueError) as error:
         raise DataError(f"The data cannot become a tensor: {error}") from error
     return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _refuse_missing_targets(parts: Mapping[str, Samples]) -> None:
+    """NaN as a target makes every loss NaN; only of arrays, which cost nothing to look at."""
+    for name, samples in parts.items():
+        base, chosen = samples, None
+        if isinstance(samples, Subset):
+            base, chosen = samples.dataset, samples.indices
+        if not isinstance(base, _Pairs) or not base.targets.is_floating_point():
+            continue
+        is_finite = base.targets.isfinite().reshape(len(base.targets), -1).all(dim=1)
+        bad = (
+            [i for i in (chosen or range(len(is_finite))) if not is_finite[i]]
+            if not is_finite.all()
+            else []
+        )
+        if bad:
+            raise DataError(
+                f"The target of sample {bad[0]} of the {name} data is NaN or infinite"
+                f"{f', and those of {len(bad) - 1} more' if len(bad) > 1 else ''}.",
+                hint="Leave such samples out, or fill them in: every loss would be NaN.",
+            )
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:

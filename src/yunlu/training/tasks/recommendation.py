@@ -283,7 +283,10 @@ def _ratings(table: DataTable, column: str, part: str) -> np.ndarray:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         row = table.source_row(int(bad[0]))
-        raise DataError(f"row {row} of the {part} data has no number in {column!r}")
+        raise DataError(
+            f"row {row} of the {part} data has no number in {column!r}, its target",
+            hint="fill it in, or leave such rows out: what is to be predicted cannot be guessed",
+        )
     return values
 
 

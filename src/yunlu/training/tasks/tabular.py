@@ -295,7 +295,11 @@ class TabularRegression(_Tabular):
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
             row = table.source_row(int(bad[0]))
-            raise DataError(f"row {row} of the {part} data has no number in {self._target!r}")
+            raise DataError(
+                f"row {row} of the {part} data has no number in {self._target!r}, its target"
+                f"{count_others(len(bad))}",
+                hint="fill it in, or leave such rows out: what is to be predicted cannot be guessed",
+            )
         return values
 
 
@@ -313,10 +317,18 @@ def label_names(table: DataTable, name: str, part: str) -> list[str]:
     for index, value in enumerate(table[name]):
         if value is None or value == "" or value != value:  # noqa: PLR0124 - NaN alone differs from itself
             row = table.source_row(index)
-            raise DataError(f"row {row} of the {part} data has no label in column {name!r}")
+            raise DataError(
+                f"row {row} of the {part} data has no label in column {name!r}",
+                hint="fill it in, or leave such rows out: what is to be predicted cannot be guessed",
+            )
         is_whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
         names.append(str(int(value)) if is_whole else str(value))
     return names
+
+
+def count_others(rows: int) -> str:
+    """How many more rows have the same problem."""
+    return f", and {rows - 1} more" if rows > 1 else ""
 
 
 def sort_labels(names: Sequence[str]) -> list[str]:

@@ -70,6 +70,12 @@ class Batch:
     """Inputs, by position or name, and targets, by name, that stay there: lengths, whose values the host
     needs to shape what the device computes, and would wait for."""
 
+    @property
+    def num_values(self) -> int:
+        """Input values, padding included: what a pass over it costs, more or less."""
+        inputs = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
+        return sum(value.numel() for value in inputs)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device."""
         if device.type == "cpu":

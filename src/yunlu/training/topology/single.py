@@ -42,10 +42,8 @@ class SingleTopology(Topology):
         return fit_plan(plan, runner.job, Layout(), cores=runner.machine.cores)
 
     def why_not_train(self) -> str:
-        """A request to plan only, or to stop."""
-        if self._plan_only:
-            return "only the plan was requested"
-        return "stop requested before the first step" if self._stop.is_set else ""
+        """A request to plan only."""
+        return "only the plan was requested" if self._plan_only else ""
 
     def open_callbacks(self, runner: Runner) -> TrainingCallbacks:
         """Callbacks that write everything themselves."""
@@ -55,7 +53,12 @@ class SingleTopology(Topology):
             trackers=runner.trackers,
             stop=self._stop,
             attempt=runner.attempt,
+            interruptible=self._stop.interrupting,
         )
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """A signal ends it at once."""
+        return self._stop.interrupting(may_exit=True)
 
     def begin(self, runner: Runner) -> None:
         """Resume from the newest checkpoint, if there is one."""

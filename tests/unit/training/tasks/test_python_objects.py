@@ -171,3 +171,24 @@ def test_a_live_keras_model_trains_and_follows_evaluation() -> None:
         not torch.equal(old, variable.value)
         for old, variable in zip(before, model.variables, strict=True)
     )
+
+
+def test_a_target_that_is_nan_is_named_unless_the_loss_is_the_users_own() -> None:
+    targets = torch.randn(20)
+    targets[[4, 9]] = torch.nan
+    data = {
+        "train": (torch.randn(20, 3), targets),
+        "validation": (torch.randn(5, 3), torch.ones(5)),
+    }
+    asked = Job.model_validate({"task": "python:objects", "model": "net", "data": "python:objects"})
+    with pytest.raises(DataError, match="target of sample 4 of the train data is NaN") as caught:
+        ObjectTask(model=nn.Linear(3, 1), data=data).load(asked)
+    assert "1 more" in caught.value.message
+    assert "fill them in" in (caught.value.hint or "")
+
+    def own(outputs: Tensor, wanted: Tensor) -> Tensor:
+        return (outputs.squeeze(-1) - wanted.nan_to_num()).square().mean()
+
+    ObjectTask(model=nn.Linear(3, 1), data=data, loss=own).load(asked)
+    with pytest.raises(DataError, match="is NaN"):  # held out of the training data, too
+        ObjectTask(model=nn.Linear(3, 1), data=data["train"]).load(asked)

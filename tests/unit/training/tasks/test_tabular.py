@@ -194,3 +194,12 @@ def test_a_label_that_falls_wholly_into_the_held_out_share_is_known(tmp_path: Pa
     rows = "".join(f"{i},kind-{i % 25}\n" for i in range(50))  # each label occurs twice
     splits = TabularClassification().load(job(write(tmp_path / "a.csv", "a,label\n" + rows)))
     assert len(splits.about["labels"]) == 25
+
+
+@pytest.mark.parametrize("task", [TabularClassification, TabularRegression])
+def test_a_missing_target_is_named_with_a_way_out(task: Any, tmp_path: Path) -> None:
+    rows = "".join(f"{i},{i % 2}\n" for i in range(20))
+    table = write(tmp_path / "t.csv", f"x,y\n{rows}20,nan\n")
+    with pytest.raises(DataError, match="row 21 of the training data") as caught:
+        task().load(job({"train": str(table), "split": {"validation": 0.0, "test": 0.0}}))
+    assert "leave such rows out" in (caught.value.hint or "")

@@ -108,7 +108,12 @@ TORCHTUNE = [
     *_T.none(c.MEMORY, "enable_activation_offloading", "fsdp_cpu_offload", "custom_sharded_layers", "fsdp_reshard_after_forward"),
     *_T.none(c.RESUMED, "resume_from_checkpoint", "checkpointer.recipe_checkpoint", "enable_async_checkpointing", "save_last_epoch_only"),
     *_T.none("with model.adapter the export holds the adapter and the merged model", "save_adapter_weights_only"),
-    *_T.none("read from the model's directory", "checkpointer._component_", "checkpointer.checkpoint_files",
+    *_T.none("read from the model's directory", "model._component_",
+        "checkpointer._component_", "checkpointer.checkpoint_files",
              "checkpointer.model_type", "tokenizer._component_", "tokenizer.path"),
+    *_T.none(
+        "name the files, or hf:NAME, in data.train; rows are read as plain text",
+        "dataset._component_",
+    ),
     *_T.none(c.EVALUATED, "batch_size_val"),
 ]  # fmt: skip

@@ -231,6 +231,8 @@ class YunluClassifier(ClassifierMixin, _Estimator):
     def predict_proba(self, X: ArrayLike) -> Numbers:  # noqa: N803
         """How likely each class is, in the order of ``classes_``."""
         scores = self._answer(X)
+        if _import("yunlu.training.tasks.media").ends_in_softmax(self.module_):
+            return scores
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         return shares / shares.sum(axis=1, keepdims=True)
 

@@ -123,7 +123,7 @@ def measure(side: str, folder: Path, accuracy: float, log: Path) -> TaskRun:
 def _watch(root: psutil.Process, peak: list[int], is_over: threading.Event) -> None:
     while not is_over.is_set():
         peak[0] = max(peak[0], sum(_rss(each) for each in _tree(root)))
-        time.sleep(0.1)
+        time.sleep(0.5)
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ PER_PACKAGE, HELD_OUT = 900, 100
 _NAMES = re.compile(
     r"\b(numpy|np|scipy|sklearn|scikit-learn|torch|pytorch|tensor\w*)\b", re.IGNORECASE
 )
-_WORDS, _LONGEST = 60, 96
+_WORDS, _LONGEST = 40, 64
 
 
 def make_inputs(folder: Path) -> None:
@@ -74,10 +74,10 @@ def _make_bert(folder: Path, texts: list[str]) -> None:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=512,
+        intermediate_size=256,
         max_position_embeddings=_LONGEST,
         num_labels=len(PACKAGES),
     )

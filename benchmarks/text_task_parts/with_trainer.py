@@ -14,7 +14,7 @@ dataset = load_dataset("csv", data_files=files, delimiter="\t").class_encode_col
 
 
 def tokenize(examples):
-    return tokenizer(examples["text"], truncation=True, max_length=96)
+    return tokenizer(examples["text"], truncation=True, max_length=64)
 
 
 def accuracy(prediction):
@@ -26,7 +26,7 @@ arguments = TrainingArguments(
     output_dir="output",
     num_train_epochs=4,
     per_device_train_batch_size=32,
-    learning_rate=5e-4,
+    learning_rate=1e-3,
     lr_scheduler_type="linear",
     warmup_steps=40,
     weight_decay=0.01,

@@ -103,6 +103,11 @@ def write_draft(draft: Draft) -> tuple[str, list[str]]:
     """The text of the job file, and the keys that must be filled in."""
     values = dict(draft.values)
     _drop_credentials(draft, values)
+    if values.get("train.precision") in {"fp16", "bf16"}:
+        draft.note(
+            f"precision {values['train.precision']} is obeyed on every device; auto takes 16 bits only "
+            "where they are faster"
+        )
     if "task" in values:
         values.setdefault("model.name", traits_of(values["task"]).model)
     missing = [key.partition(".")[0] for key in PLACEHOLDERS if key not in values]

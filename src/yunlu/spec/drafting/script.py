@@ -59,7 +59,7 @@ class Script:
         """The value of an expression of constants; raises ``UnknownValueError`` of any other."""
         if node is None or depth > _DEPTH:
             raise UnknownValueError
-        return _Evaluation(self, depth).of(node)
+        return _ConstantFolder(self, depth).of(node)
 
     def full_name(self, node: ast.expr) -> str | None:
         """``torch.optim.AdamW`` of ``optim.AdamW``, by the imports; None of what is no name."""
@@ -85,7 +85,7 @@ def read_script(text: str, name: str) -> Script:
     """Take a script apart."""
     try:
         tree = ast.parse(text)
-        return _Reader(name).read(tree)
+        return _ScriptReader(name).read(tree)
     except SyntaxError as error:
         raise JobError(
             f"{name} is not valid Python: line {error.lineno}: {error.msg}.",
@@ -114,7 +114,7 @@ _CASTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluation:
+class _ConstantFolder:
     """One expression; names are followed, to a depth."""
 
     script: Script
@@ -200,7 +200,7 @@ class _Evaluation:
         return self.script.value(node, self.depth + 1)
 
 
-class _Reader(ast.NodeVisitor):
+class _ScriptReader(ast.NodeVisitor):
     """Collects; the script is made at the end."""
 
     def __init__(self, name: str) -> None:

@@ -68,6 +68,8 @@ class _Estimator(BaseEstimator):
         seed: int = 0,
         job: Mapping[str, Any] | None = None,
         keep_run: bool = True,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
     ) -> None:
         """A network that is trained by a Yunlu run.
 
@@ -86,6 +88,8 @@ class _Estimator(BaseEstimator):
             job: Any other field of the job by its dotted name, such as
                 ``{"train.schedule": "constant", "model.args.batch_norm": True}``.
             keep_run: Whether the run stays in the store, with its report and checkpoints.
+            batch_size: The same as ``batch``, as Keras calls it.
+            learning_rate: The same as ``lr``, as Keras calls it.
         """
         self.model = model
         self.hidden = hidden
@@ -99,6 +103,8 @@ class _Estimator(BaseEstimator):
         self.seed = seed
         self.job = job
         self.keep_run = keep_run
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
 
     def _fit(self, inputs: Numbers, targets: NDArray[Any], *, outputs: int) -> None:
         """Train on what is standardised already, and keep the module."""
@@ -142,6 +148,18 @@ class _Estimator(BaseEstimator):
     def _standardise(self, x: NDArray[Any]) -> Numbers:
         return (np.asarray(x, dtype=np.float64) - self._mean) / self._spread
 
+    def _one_of(self, name: str, alias: str) -> Any:
+        """A parameter under its name or its alias; both only where they agree."""
+        value, other = getattr(self, name), getattr(self, alias)
+        if other is None:
+            return value
+        if value not in ("auto", other):
+            raise JobError(
+                f"{name} is {value!r}, but its alias {alias} is {other!r}.",
+                hint=f"set one of them: both say the same, {alias} as Keras spells it",
+            )
+        return other
+
     def _make_job(self, samples: int) -> Job:
         own = self.model == "mlp"
         hidden = [self.hidden] if isinstance(self.hidden, int | np.integer) else list(self.hidden)
@@ -150,7 +168,7 @@ class _Estimator(BaseEstimator):
             "dropout": _plain(self.dropout),
             "activation": self.activation,
         }
-        batch = _plain(self.batch)
+        batch = _plain(self._one_of("batch", "batch_size"))
         trained = samples - round(samples * self.validation)
         per_epoch = ceil(trained / (min(_BATCH, trained) if batch == "auto" else batch))
         epochs = max(_EPOCHS, ceil(_STEPS / per_epoch)) if self.epochs is None else self.epochs
@@ -165,7 +183,10 @@ class _Estimator(BaseEstimator):
             "train": {
                 "epochs": _plain(epochs),
                 "batch": batch if batch == "auto" else min(batch, trained),
-                "optimizer": {"name": self.optimizer, "lr": _plain(self.lr)},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "lr": _plain(self._one_of("lr", "learning_rate")),
+                },
                 "seed": _plain(self.seed),
                 # Arrays are here already, and processes do not belong into a grid's own.
                 "workers": 0,
@@ -210,6 +231,8 @@ class YunluClassifier(ClassifierMixin, _Estimator):
     def predict_proba(self, X: ArrayLike) -> Numbers:  # noqa: N803
         """How likely each class is, in the order of ``classes_``."""
         scores = self._answer(X)
+        if _import("yunlu.training.tasks.media").ends_in_softmax(self.module_):
+            return scores
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         return shares / shares.sum(axis=1, keepdims=True)
 

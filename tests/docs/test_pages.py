@@ -46,6 +46,7 @@ TRANSLATED = [
             "pool-spot",
             "tuning",
             "scikit-learn",
+            "coming-from",
             "security",
             "accelerators",
             "ascend",

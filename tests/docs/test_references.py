@@ -24,6 +24,7 @@ from yunlu.core.imports import import_object
 from yunlu.core.limits import FileLimits
 from yunlu.core.value import Value
 from yunlu.runs.states import LEGAL_MOVES, RunState
+from yunlu.spec.counterparts.table import by_name
 from yunlu.spec.job import Job
 from yunlu.spec.optimizers import OptimizerTraits, traits_of
 
@@ -107,6 +108,15 @@ def test_the_page_on_limits_lists_every_limit_with_its_default(page: str) -> Non
             continue
         shown = f"{default >> 20} MiB" if told[name].endswith("MiB") else f"{default:,.0f}"
         assert told[name] == shown
+
+
+@pytest.mark.parametrize("page", ["coming-from.md", "coming-from.zh-CN.md"])
+def test_the_page_for_newcomers_agrees_with_the_table_of_words(page: str) -> None:
+    rows = [row for row in table_rows(DOCS / page) if len(row) == 3 and row[0].startswith("`")]
+    assert len(rows) > 20
+    for name, tool, ours in rows:
+        keys = by_name(tool)[name.strip("`")].keys
+        assert (re.findall(r"`([a-z_]+\.[\w.]+)`", ours) or ["?"])[0] in keys, name
 
 
 def test_each_table_of_the_tasks_page_lists_every_task_behind_the_door() -> None:

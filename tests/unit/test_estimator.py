@@ -46,6 +46,17 @@ def test_scikit_learns_own_checks_pass(kind: Any) -> None:
     check_estimator(kind(**QUICK), expected_failed_checks={}, on_skip=None)
 
 
+def test_keras_names_for_batch_and_rate_are_aliases() -> None:
+    x, y = digits(60)
+    options = {**QUICK, "batch": "auto", "lr": "auto", "epochs": 1}
+    ours = Classifier(**{**options, "batch": 8, "lr": 0.01}).fit(x, y)
+    theirs = Classifier(**options, batch_size=8, learning_rate=0.01)
+    assert clone(theirs).get_params()["batch_size"] == 8
+    assert np.array_equal(theirs.fit(x, y).predict_proba(x), ours.predict_proba(x))
+    with pytest.raises(JobError, match="batch is 16, but its alias batch_size is 8"):
+        Regressor(**{**QUICK, "batch": 16}, batch_size=8).fit(x, y)
+
+
 def test_a_grid_over_a_pipeline_finds_the_better_setting() -> None:
     x, y = digits()
     pipeline = make_pipeline(MinMaxScaler(), Classifier(**QUICK))

@@ -16,24 +16,35 @@ from yunlu.render.terminal.page import print_json, print_text
 
 
 def init(
-    task: str,
-    data: str,
+    task: str | None = None,
+    data: str | None = None,
     /,
     *,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
     output: Annotated[Path, Parameter(alias="-o")] = Path("job.yaml"),
     force: bool = False,
 ) -> None:
-    """Write a first job file for a task and some data.
+    """Write a first job file for a task and some data, or from a script or configuration of another tool.
 
     Args:
         task: What to learn, such as text-classification.
         data: A file, a folder, a URL, hf:NAME or sklearn:NAME.
+        from_: Draft the job from this file: a Python script of Transformers, Lightning, Keras or torch (it is
+            read, never run), TrainingArguments as JSON, a LightningCLI or torchtune YAML, a DeepSpeed JSON.
         output: The job file to write.
         force: Replace the file if it exists.
     """
-    from yunlu.spec.scaffold import scaffold  # noqa: PLC0415 (slow to import)
+    if from_ is not None:
+        text, missing = _draft(from_, task, data)
+    elif task is None or data is None:
+        raise JobError(
+            "A job needs a task and data.",
+            hint="yunlu init TASK DATA; or from another tool's file: yunlu init --from trainer.py",
+        )
+    else:
+        from yunlu.spec.scaffold import scaffold  # noqa: PLC0415 (slow to import)
 
-    text = scaffold(task, data)
+        text, missing = scaffold(task, data), ()
     if output.suffix not in {".yaml", ".yml"}:
         raise JobError(f"{output} must end in .yaml or .yml.")
     if output.exists() and not force:
@@ -44,9 +55,28 @@ def init(
         write_atomically(output, text, private=False)
     except OSError as error:
         raise JobError(f"Cannot write {output}: {error.strerror}.") from error
-    print_text(f"Wrote {output}. Next: yunlu train {output}")
-    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", data) and not Path(data).exists():
+    following = f"yunlu train {output}" if from_ is None else f"yunlu validate {output}"
+    if missing:
+        following = f"fill in {', '.join(missing)}, then: {following}"
+    print_text(f"Wrote {output}. Next: {following}")
+    if (
+        data is not None
+        and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", data)
+        and not Path(data).exists()
+    ):
         print_text(f"Note: {data} does not exist yet.")
+
+
+def _draft(source: Path, task: str | None, data: str | None) -> tuple[str, tuple[str, ...]]:
+    from yunlu.spec.drafting.drafting import draft_job  # noqa: PLC0415 (slow to import)
+
+    draft = draft_job(source, task=task, data=data)
+    if draft.left:
+        count = len(draft.left)
+        print_text(
+            f"Not taken over: {count} setting{'s' if count > 1 else ''}, listed with reasons in the file."
+        )
+    return draft.text, draft.missing
 
 
 def validate(

@@ -18,6 +18,7 @@ from yunlu.core.value import Value
 from yunlu.jobs import lifecycle
 from yunlu.runs.home import open_if_run
 from yunlu.runs.run_store import Area, Log, require_local
+from yunlu.spec.counterparts.table import answer_key
 from yunlu.spec.job import ModelSpec
 from yunlu.spec.load import InvalidJobError, job_from_mapping, load_job
 from yunlu.spec.train import TrainSpec
@@ -60,7 +61,9 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     known = {*TrainSpec.model_fields, "lr"}
     for name in options:
         if name not in known:
-            raise JobError(f"train() has no option {name!r}", hint=did_you_mean(name, known))
+            answer = answer_key(name, options[name], options)
+            hint = answer or did_you_mean(name, known)
+            raise JobError(f"train() has no option {name!r}", hint=hint)
     chosen = {key: plain(value) for key, value in options.items()}
     if "lr" in chosen:
         chosen["optimizer"] = merge(_as_section(chosen.get("optimizer")), {"lr": chosen.pop("lr")})

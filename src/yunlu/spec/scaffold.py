@@ -35,9 +35,7 @@ train:
 
 def scaffold(task: str, data: str) -> str:
     """The text of a job file for the task and the data; everything not set is ``auto``."""
-    known = known_names(TASKS)
-    if task not in known and not re.fullmatch(OWN_CODE, task):
-        raise JobError(f"{unknown_name('task', task, known)}.")
+    check_task(task)
     if not data:
         raise JobError("The data has no name.", hint="give a file, a folder or a URL")
     refuse_credential_in(data, "The data")
@@ -48,6 +46,13 @@ def scaffold(task: str, data: str) -> str:
         data=_quoted(data),
         data_hints="".join(f"  # {setting:<25}# {why}\n" for setting, why in traits.hints),
     )
+
+
+def check_task(task: str) -> None:
+    """Refuse a task that is neither installed nor the user's own."""
+    known = known_names(TASKS)
+    if task not in known and not re.fullmatch(OWN_CODE, task):
+        raise JobError(f"{unknown_name('task', task, known)}.")
 
 
 def _quoted(text: str) -> str:

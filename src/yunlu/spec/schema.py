@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yunlu.core.errors import did_you_mean, nearest
 from yunlu.core.imports import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
 from yunlu.spec.communication import codec_names, text_pattern
+from yunlu.spec.counterparts.table import answer_key, answer_value
 from yunlu.spec.job import Job
 from yunlu.spec.source import KeyPath, show_path
 
@@ -224,7 +225,8 @@ def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
 
 def _find(fault: ErrorDetails, location: KeyPath, data: Any) -> ValidationFinding:
     if fault["type"] in {"extra_forbidden", "invalid_key"}:
-        return _unknown_key((*_real_path(location[:-1]), str(location[-1])))
+        at = (*_real_path(location[:-1]), str(location[-1]))
+        return _unknown_key(at, fault["input"], data)
     path = _real_path(location)
     if fault["type"] == "conflict":
         context = fault.get("ctx", {})
@@ -233,19 +235,34 @@ def _find(fault: ErrorDetails, location: KeyPath, data: Any) -> ValidationFindin
     schema = schema_at(path) or {}
     message = f"expected {describe_type(schema)}, got {show_value(value)}"
     guesses = get_close_matches(value, _choices(schema), n=2) if isinstance(value, str) else []
-    if guesses:
+    if answer := answer_value(".".join(str(part) for part in path), value):
+        message += f"; {answer}"
+    elif guesses:
         message += f"; did you mean {_listing([repr(guess) for guess in guesses])}?"
     return ValidationFinding(written, message)
 
 
-def _unknown_key(path: KeyPath) -> ValidationFinding:
+def _unknown_key(path: KeyPath, value: Any = None, data: Any = None) -> ValidationFinding:
     key, known = str(path[-1]), keys_of(schema_at(path[:-1]) or {})
     homes = homes_of(key)
+    if not homes and (answer := answer_key(key, value, _beside(path, value, data))):
+        return ValidationFinding(path, answer, at_key=True)
     if nearest(key, known) is None and len(homes) == 1:
         return ValidationFinding(
             path, f"unknown key here; it belongs at {show_path(homes[0])}", at_key=True
         )
     return ValidationFinding(path, f"unknown key; {did_you_mean(key, known)}", at_key=True)
+
+
+def _beside(path: KeyPath, value: Any, data: Any) -> dict[Any, Any]:
+    """The section that holds the key; of what cannot be looked up, the key alone."""
+    section: Any = data
+    for part in path[:-1]:
+        section = section.get(part) if isinstance(section, dict) else None
+    beside = section if isinstance(section, dict) else {path[-1]: value}
+    # Elsewhere a batch is said per device: the job's number of them is part of the answer.
+    devices = data.get("devices") if isinstance(data, dict) else None
+    return beside if devices is None else {"devices": devices, **beside}
 
 
 def _guess(finding: ValidationFinding) -> str | None:

@@ -114,3 +114,27 @@ def test_init_refuses_what_it_cannot_write(capsys, command, expected):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_valid(path):
     assert main(["validate", str(path)]) == 0
+
+
+def test_a_job_is_drafted_from_another_tools_file(capsys):
+    Path("training_args.json").write_text('{"num_train_epochs": 3, "output_dir": "out"}')
+    given = ["text-classification", "data.tsv", "--from", "training_args.json", "-o", "draft.yaml"]
+    assert main(["init", *given]) == 0
+    job = load_job("draft.yaml")
+    assert (job.task, job.data.train, job.train.epochs) == ("text-classification", "data.tsv", 3)
+    shown = capsys.readouterr().out
+    assert "Not taken over: 1 setting, listed with reasons in the file." in shown
+    assert "Next: yunlu validate draft.yaml" in shown
+
+
+def test_a_draft_says_what_to_fill_in(capsys):
+    Path("script.py").write_text("import torch\ntorch.manual_seed(3)\n")
+    assert main(["init", "--from", "script.py", "-o", "draft.yaml"]) == 0
+    assert "fill in task, model, data, then: yunlu validate draft.yaml" in capsys.readouterr().out
+    assert main(["validate", "draft.yaml"]) == 1
+    assert "unknown task 'TASK'" in capsys.readouterr().err
+
+
+def test_init_without_anything_says_what_it_needs(capsys):
+    assert main(["init"]) == 1
+    assert "yunlu init --from trainer.py" in capsys.readouterr().err

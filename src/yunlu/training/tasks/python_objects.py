@@ -18,6 +18,7 @@ from torch.utils.data import Subset, default_collate
 from yunlu.core.errors import DataError, JobError, ModelError, did_you_mean
 from yunlu.training.data.sample_order import permute
 from yunlu.training.models.keras import as_module
+from yunlu.training.tasks.media import ends_in_softmax
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Samples, Splits, call, logits_of
 
@@ -53,7 +54,8 @@ class ObjectTask:
         self._model, self._data, self._metrics = model, data, dict(metrics or {})
         self._loss = loss
         self._summed_loss: Loss | None = None
-        self._is_classes = False
+        self._is_classes = self._gives_probabilities = False
+        self._chooses_loss = loss is None
         self.metric = "loss"
 
     def load(self, job: Job) -> Splits:
@@ -78,7 +80,10 @@ class ObjectTask:
 
     def build(self, job: Job) -> nn.Module:
         """The user's module; a Keras model is wrapped."""
-        return as_module(self._model, job.model.name)
+        model = as_module(self._model, job.model.name)
+        # A loss that the user names is for the outputs as they are.
+        self._gives_probabilities = self._chooses_loss and ends_in_softmax(model)
+        return model
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Stack pairs, unless already stacked."""
@@ -100,6 +105,8 @@ class ObjectTask:
         predictions = outputs if _is_bare(outputs) else logits_of(outputs)
         if isinstance(predictions, Tensor) and predictions.dtype in _LOW:
             predictions = predictions.float()  # losses are computed in FP32, as in every task
+        if self._gives_probabilities and self._is_classes:
+            predictions = predictions.clamp(min=1e-7).log()
         if self._summed_loss is not None:
             return self._summed_loss(predictions, batch.targets), predictions
         return self._loss(predictions, batch.targets) * batch.samples, predictions

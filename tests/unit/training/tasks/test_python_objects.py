@@ -154,6 +154,23 @@ def test_a_key_that_means_nothing_to_the_task_is_warned_of() -> None:
     assert said == ["train.label_smoothing is set, but the task python:objects does not use it."]
 
 
+def test_a_keras_model_that_ends_in_a_softmax_is_not_given_another() -> None:
+    from yunlu.core.settings import use_keras_on_torch
+
+    use_keras_on_torch()
+    keras = pytest.importorskip("keras")
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")])
+    task = ObjectTask(model=model, data=classes())
+    splits = task.load(JOB)
+    module = task.build(JOB)
+    batch = task.collate([splits.train[index] for index in range(8)])
+    loss, _ = task.loss(module, batch)
+    chances = module(*batch.inputs)
+    expected = nn.functional.nll_loss(chances.log(), batch.targets, reduction="sum")
+    assert torch.allclose(loss, expected)
+
+
 def test_a_live_keras_model_trains_and_follows_evaluation() -> None:
     from yunlu.core.settings import use_keras_on_torch
 

@@ -1,0 +1,1 @@
+"""What other tools call the keys of a job, and how their values convert."""

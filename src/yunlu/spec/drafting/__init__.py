@@ -1,0 +1,1 @@
+"""Drafts of jobs from the scripts and configurations of other tools, which are read and never run."""

@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import pwd
+import secrets
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -243,6 +245,30 @@ def sync_tree(directory: Path) -> None:
     """Make every file below the directory survive a power cut; done before it is published."""
     for path in (*directory.rglob("*"), directory):
         _sync(path)
+
+
+SET_ASIDE = ".trash-"
+"""What a name begins with that waits for its deletion: whoever reads directories passes over it."""
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory: hidden by one rename, then deleted.
+
+    A process that is killed half-way leaves a name that no reader looks at, and that
+    ``find_set_aside`` finds again; never a directory that looks whole and is not.
+    """
+    aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    sync_directory(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def find_set_aside(directory: Path) -> list[Path]:
+    """What a killed process had set aside here and did not delete."""
+    return sorted(path for path in directory.glob(f"{SET_ASIDE}*") if not path.is_symlink())
 
 
 def append_lines(path: Path, records: Iterable[Any]) -> None:

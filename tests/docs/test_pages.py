@@ -49,6 +49,7 @@ TRANSLATED = [
             "security",
             "accelerators",
             "ascend",
+            "clean-up",
         )
     ),
 ]

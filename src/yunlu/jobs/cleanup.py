@@ -52,8 +52,9 @@ KeepReason = Literal["used", "queued", "study", "study-best", "foreign", "unread
 _MANIFEST = "manifest.json"
 _WEIGHTS = (".safetensors", ".keras")
 _DAY_S = 86_400.0
-_CACHES = ("synthetic/*", "python-docs-*.txt", "shapes/*", "settings/*", "precisions/*")
-"""Below the cache directory: what is made again when it is missing. Probes and calibration cost more: they stay."""
+_CACHES = ("synthetic/*", "python-docs-*.txt", "shapes/*")
+"""Below the cache directory: what is made again, and the same, when it is missing. What was measured stays: it
+decides settings, and with them the rounding of later runs."""
 
 
 class RemovableItem(Value):

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo docs test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
+.PHONY: demo docs wheel test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -41,6 +41,12 @@ fuzz: $(VENV)/.dev
 # The site of these pages, in both languages: site/index.html. Warnings are errors.
 docs: $(VENV)/.docs
 	$(BIN)/python scripts/make_site.py $(ARGS)
+
+# What `pip install yunlu` gets: dist/*.whl, looked into; ARGS=--release: ready to be published, too.
+wheel: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python scripts/check_wheel.py dist/*.whl $(ARGS)
 
 # Its tools need other versions of what we use: they live in an environment of their own.
 audit: .venv-audit/.tools

@@ -251,19 +251,22 @@ SET_ASIDE = ".trash-"
 """What a name begins with that waits for its deletion: whoever reads directories passes over it."""
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory: hidden by one rename, then deleted.
+def remove_tree(path: Path) -> bool:
+    """Remove a directory: hidden by one rename, then deleted; False where some of it could not be.
 
     A process that is killed half-way leaves a name that no reader looks at, and that
     ``find_set_aside`` finds again; never a directory that looks whole and is not.
     """
-    aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    sync_directory(path.parent)
+    aside = path
+    if not path.name.startswith(SET_ASIDE):
+        aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return True
+        sync_directory(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
+    return not aside.exists()
 
 
 def find_set_aside(directory: Path) -> list[Path]:

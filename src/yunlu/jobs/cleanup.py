@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.disk_usage import DiskMeter, DiskSize
 from yunlu.core.errors import StoreError
-from yunlu.core.files import find_set_aside, remove_tree
+from yunlu.core.files import find_set_aside, name_if_foreign, remove_tree
 from yunlu.core.limits import decode_json
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
@@ -476,6 +476,8 @@ def _leftovers(
             found += [(record.id, path) for path in _hidden_in(run)]
     for run_id, path in found:
         with suppress(OSError):
+            if not _is_own(path):
+                continue
             yield RemovableItem(
                 kind="leftover",
                 path=str(path),
@@ -515,7 +517,7 @@ def _old_caches(until: float, used: set[str], meter: DiskMeter) -> Iterator[Remo
             continue
         for path in sorted(cache.glob(pattern)):
             is_used = any(path.name.startswith(f"{name}-") for name in used)
-            if path.is_symlink() or is_used or (used_at := _used_at(path)) > until:
+            if is_used or not _is_own(path) or (used_at := _used_at(path)) > until:
                 continue
             yield RemovableItem(
                 kind="cache",
@@ -528,6 +530,10 @@ def _old_caches(until: float, used: set[str], meter: DiskMeter) -> Iterator[Remo
             yield RemovableItem(
                 kind="leftover", path=str(path), reason="unfinished", size=meter.measure(path)
             )
+
+
+def _is_own(path: Path) -> bool:
+    return not path.is_symlink() and name_if_foreign(path.lstat().st_uid) is None
 
 
 def _used_at(path: Path) -> float:
@@ -544,12 +550,12 @@ def _used_at(path: Path) -> float:
 def remove(plan: CleanupPlan, *, find_hold: FindHold) -> CleanupResult:
     """Remove what a plan lists; what became alive or needed since then stays, and is reported."""
     removed, skipped = list[RemovableItem](), list[SkippedItem]()
-    homes = {str(Path(item.path).parent) for item in plan.items if item.kind == "run"}
-    uses = {home: _users(Path(home)) for home in homes}
+    uses = {home: _users(home) for home in {_home_of(item) for item in plan.items if item.run}}
     gone = {item.run for item in plan.items if item.kind == "run"}
     for item in plan.items:
         try:
-            _remove_item(item, uses, gone, find_hold)
+            users = uses[_home_of(item)].get(item.run, []) if item.run else []
+            _remove_item(item, [user for user in users if user not in gone], find_hold)
             removed.append(item)
         except (StoreError, OSError, ValueError) as error:
             problem = error.message if isinstance(error, StoreError) else str(error)
@@ -557,12 +563,11 @@ def remove(plan: CleanupPlan, *, find_hold: FindHold) -> CleanupResult:
     return CleanupResult(removed=tuple(removed), skipped=tuple(skipped))
 
 
-def _remove_item(
-    item: RemovableItem,
-    uses: Mapping[str, Mapping[str, list[str]]],
-    gone: set[str],
-    find_hold: FindHold,
-) -> None:
+def _home_of(item: RemovableItem) -> Path:
+    return Path(item.path).parent if item.kind == "run" else lifecycle.home()
+
+
+def _remove_item(item: RemovableItem, users: Sequence[str], find_hold: FindHold) -> None:
     path = Path(item.path)
     if item.kind != "run":
         _require_inside(path, lifecycle.home(), read_settings().cache)
@@ -570,9 +575,8 @@ def _remove_item(
         _discard(path)
         return
     run = open_run(path if item.kind == "run" else lifecycle.home() / item.run)
-    others = [user for user in uses.get(str(path.parent), {}).get(item.run, []) if user not in gone]
-    if others:
-        raise StoreError(f"{item.run} is the base of {', '.join(others)}")
+    if users and item.kind != "leftover":
+        raise StoreError(f"{item.run} is the base of {', '.join(users)}")
     try:
         with launch_lock(run, wait=False):
             _require_removable(run, find_hold)
@@ -589,9 +593,9 @@ def _require_inside(path: Path, *roots: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-        if path.exists():
-            raise StoreError(f"{path} could not be removed")
-    else:
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+    elif not remove_tree(path):
+        raise StoreError(
+            f"{path} is hidden, but not all of it could be deleted", hint="check who owns its files"
+        )

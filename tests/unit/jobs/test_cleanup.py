@@ -364,3 +364,35 @@ def test_space_is_divided_by_kind_and_by_run(client, tmp_path, own_home):
     inside = {run.id: DiskMeter().measure(own_home / run.id).bytes for run in usage.runs}
     roots = sum(own_home.joinpath(run.id).lstat().st_blocks * 512 for run in usage.runs)
     assert in_home == total - roots, inside
+
+
+def test_checkpoints_of_a_run_that_became_a_base_stay(client):
+    base = make_ended_run("base", state="finished", checkpoints=SCORES, has_model=True)
+    plan = client.plan_prune()
+    make_ended_run(
+        "tuned", state="finished", model={"name": "mlp", "weights": f"{base.path}/model"}
+    )
+    assert len(client.clean_up(plan).skipped) == 3
+    assert len(steps(base)) == 3
+
+
+def test_what_cannot_be_deleted_is_hidden_and_reported(client, own_home, monkeypatch):
+    run = make_ended_run(state="failed")
+    monkeypatch.setattr("yunlu.core.files.shutil.rmtree", lambda *_, **__: None)
+    (skipped,) = client.clean_up(client.plan_prune()).skipped
+    assert "not all of it could be deleted" in skipped.problem
+    assert not run.path.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("YUNLU_HOME", str(own_home))
+    (hidden,) = own_home.glob(".trash-*")
+    cleanup._discard(hidden)
+    assert not [*own_home.glob(".trash-*")]
+
+
+def test_caches_of_another_user_stay(client, monkeypatch):
+    shapes, old = read_settings().cache / "shapes", time.time() - 40 * DAY_S
+    shapes.mkdir()
+    (shapes / "old.json").write_text("{}")
+    os.utime(shapes / "old.json", (old, old))
+    monkeypatch.setattr(cleanup, "name_if_foreign", lambda uid: "eve")
+    assert client.plan_prune().items == ()

@@ -21,8 +21,9 @@ from yunlu.core.limits import decode_json
 from yunlu.core.settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
+_MANY = 32
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -241,6 +242,15 @@ def sync_directory(directory: Path) -> None:
     _sync(directory)
 
 
+def sync_directories(directories: Collection[Path]) -> None:
+    """As ``sync_directory``; where there are many, everything at once."""
+    if len(directories) > _MANY:
+        os.sync()
+        return
+    for directory in directories:
+        _sync(directory)
+
+
 def sync_tree(directory: Path) -> None:
     """Make every file below the directory survive a power cut; done before it is published."""
     for path in (*directory.rglob("*"), directory):
@@ -251,22 +261,26 @@ SET_ASIDE = ".trash-"
 """What a name begins with that waits for its deletion: whoever reads directories passes over it."""
 
 
-def remove_tree(path: Path) -> bool:
-    """Remove a directory: hidden by one rename, then deleted; False where some of it could not be.
+def set_aside(path: Path) -> Path:
+    """Hide what is to be deleted by one rename; the hidden path. The caller makes it durable.
 
-    A process that is killed half-way leaves a name that no reader looks at, and that
+    A process that is killed before the deletion ends leaves a name that no reader looks at, and that
     ``find_set_aside`` finds again; never a directory that looks whole and is not.
     """
-    aside = path
-    if not path.name.startswith(SET_ASIDE):
-        aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-        try:
-            path.rename(aside)
-        except FileNotFoundError:
-            return True
-        sync_directory(path.parent)
+    if path.name.startswith(SET_ASIDE):
+        return path
+    aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    return path.rename(aside)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory: hidden by one rename, then deleted."""
+    try:
+        aside = set_aside(path)
+    except FileNotFoundError:
+        return
+    sync_directory(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
-    return not aside.exists()
 
 
 def find_set_aside(directory: Path) -> list[Path]:

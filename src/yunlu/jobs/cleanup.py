@@ -8,6 +8,7 @@ process leaves nothing that looks whole; the next ``plan_prune`` finds what it l
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.disk_usage import DiskMeter, DiskSize
 from yunlu.core.errors import StoreError
-from yunlu.core.files import find_set_aside, name_if_foreign, remove_tree
+from yunlu.core.files import find_set_aside, name_if_foreign, set_aside, sync_directories
 from yunlu.core.limits import decode_json
 from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
@@ -548,17 +549,29 @@ def _used_at(path: Path) -> float:
 
 
 def remove(plan: CleanupPlan, *, find_hold: FindHold) -> CleanupResult:
-    """Remove what a plan lists; what became alive or needed since then stays, and is reported."""
-    removed, skipped = list[RemovableItem](), list[SkippedItem]()
+    """Remove what a plan lists; what became alive or needed since then stays, and is reported.
+
+    First everything is hidden, each item under the lock of its run; then the renames are made durable, and
+    only then anything is deleted.
+    """
+    hidden, skipped = list[tuple[RemovableItem, Path]](), list[SkippedItem]()
     uses = {home: _users(home) for home in {_home_of(item) for item in plan.items if item.run}}
     gone = {item.run for item in plan.items if item.kind == "run"}
     for item in plan.items:
+        users = uses[_home_of(item)].get(item.run, []) if item.run else []
         try:
-            users = uses[_home_of(item)].get(item.run, []) if item.run else []
-            _remove_item(item, [user for user in users if user not in gone], find_hold)
-            removed.append(item)
+            others = [user for user in users if user not in gone]
+            hidden.append((item, _hide_item(item, others, find_hold)))
         except (StoreError, OSError, ValueError) as error:
             problem = error.message if isinstance(error, StoreError) else str(error)
+            skipped.append(SkippedItem(path=item.path, problem=problem))
+    sync_directories({path.parent for _, path in hidden})
+    removed: list[RemovableItem] = []
+    for item, path in hidden:
+        if _delete(path):
+            removed.append(item)
+        else:
+            problem = f"it is hidden as {path.name}, but not all of it could be deleted"
             skipped.append(SkippedItem(path=item.path, problem=problem))
     return CleanupResult(removed=tuple(removed), skipped=tuple(skipped))
 
@@ -567,20 +580,19 @@ def _home_of(item: RemovableItem) -> Path:
     return Path(item.path).parent if item.kind == "run" else lifecycle.home()
 
 
-def _remove_item(item: RemovableItem, users: Sequence[str], find_hold: FindHold) -> None:
+def _hide_item(item: RemovableItem, users: Sequence[str], find_hold: FindHold) -> Path:
     path = Path(item.path)
     if item.kind != "run":
         _require_inside(path, lifecycle.home(), read_settings().cache)
     if not item.run:
-        _discard(path)
-        return
+        return set_aside(path)
     run = open_run(path if item.kind == "run" else lifecycle.home() / item.run)
     if users and item.kind != "leftover":
         raise StoreError(f"{item.run} is the base of {', '.join(users)}")
     try:
         with launch_lock(run, wait=False):
             _require_removable(run, find_hold)
-            _discard(path)
+            return set_aside(path)
     except BlockingIOError as error:
         raise StoreError(f"{item.run} is being started or stopped by another process") from error
 
@@ -592,10 +604,9 @@ def _require_inside(path: Path, *roots: Path) -> None:
         raise StoreError(f"{path} is not in {' or '.join(map(str, roots))}")
 
 
-def _discard(path: Path) -> None:
-    if not path.is_dir() or path.is_symlink():
+def _delete(path: Path) -> bool:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
         path.unlink(missing_ok=True)
-    elif not remove_tree(path):
-        raise StoreError(
-            f"{path} is hidden, but not all of it could be deleted", hint="check who owns its files"
-        )
+    return not path.exists()

@@ -244,14 +244,14 @@ def test_made_data_of_an_active_run_stays(client, tmp_path, monkeypatch):
 _KILLED = """
 import os, shutil, signal, sys
 from yunlu.client.local import LocalClient
-from yunlu.core import files
+from yunlu.jobs import cleanup
 
 def half(path, **options):
     victim = next(file for file in sorted(path.rglob("*")) if file.is_file())
     victim.unlink()
     os.kill(os.getpid(), signal.SIGKILL)
 
-files.shutil.rmtree = half
+cleanup.shutil.rmtree = half
 client = LocalClient()
 client.clean_up(client.plan_removal(["last"]) if sys.argv[1] == "rm" else client.plan_prune())
 """
@@ -266,14 +266,14 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(client, own_ho
         assert not run.path.exists()
         assert list(find_runs(own_home)) == []
         assert client.ps().runs == ()
-    else:  # the first of two checkpoints is gone, the others are whole
-        assert steps(run) == ["step-0000000020", "step-0000000030"]
-        for step in steps(run):
-            assert len([*(run.path / "checkpoints" / step).iterdir()]) == 2
-    unfinished = [*own_home.rglob(".trash-*")]
-    assert len(unfinished) == 1
+    else:  # the newest checkpoint is whole, of the others none can be seen
+        assert steps(run) == ["step-0000000030"]
+        assert len([*(run.path / "checkpoints" / steps(run)[0]).iterdir()]) == 2
+    unfinished = sorted(map(str, own_home.rglob(".trash-*")))
+    assert len(unfinished) == (1 if verb == "rm" else 2)
     plan = client.plan_prune(older="1000d")
-    assert [(item.kind, item.path) for item in plan.items] == [("leftover", str(unfinished[0]))]
+    assert {item.kind for item in plan.items} == {"leftover"}
+    assert sorted(item.path for item in plan.items) == unfinished
     assert not client.clean_up(plan).skipped
     assert not [*own_home.rglob(".trash-*")]
 
@@ -378,14 +378,14 @@ def test_checkpoints_of_a_run_that_became_a_base_stay(client):
 
 def test_what_cannot_be_deleted_is_hidden_and_reported(client, own_home, monkeypatch):
     run = make_ended_run(state="failed")
-    monkeypatch.setattr("yunlu.core.files.shutil.rmtree", lambda *_, **__: None)
-    (skipped,) = client.clean_up(client.plan_prune()).skipped
+    with monkeypatch.context() as patched:
+        patched.setattr("yunlu.jobs.cleanup.shutil.rmtree", lambda *_, **__: None)
+        (skipped,) = client.clean_up(client.plan_prune()).skipped
     assert "not all of it could be deleted" in skipped.problem
     assert not run.path.exists()
-    monkeypatch.undo()
-    monkeypatch.setenv("YUNLU_HOME", str(own_home))
-    (hidden,) = own_home.glob(".trash-*")
-    cleanup._discard(hidden)
+    plan = client.plan_prune()
+    assert names(plan) == [f"leftover {path.name}" for path in own_home.glob(".trash-*")]
+    assert not client.clean_up(plan).skipped
     assert not [*own_home.glob(".trash-*")]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -534,7 +535,11 @@ def _old_caches(until: float, used: set[str], meter: DiskMeter) -> Iterator[Remo
 
 
 def _is_own(path: Path) -> bool:
-    return not path.is_symlink() and name_if_foreign(path.lstat().st_uid) is None
+    try:
+        about = path.lstat()
+    except OSError:  # removed meanwhile
+        return False
+    return not stat.S_ISLNK(about.st_mode) and name_if_foreign(about.st_uid) is None
 
 
 def _used_at(path: Path) -> float:

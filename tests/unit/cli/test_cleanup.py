@@ -79,7 +79,7 @@ def test_a_dry_run_removes_nothing(own_home, capsys):
     run = make_ended_run(state="finished", checkpoints=SCORES, has_model=True)
     assert main(["prune", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert f"{run.id}/step-0000000010" in out
+    assert f"{run.id} step 10" in out
     assert "2 would go, " in out
     assert "its model is exported" in out
     assert main(["prune", "--dry-run", "--keep-best", "--json"]) == 0
@@ -121,7 +121,7 @@ def test_chinese_is_spoken_where_it_is_asked_for(capsys, monkeypatch, words):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "大小" in out
-    assert "unused" not in out
+    assert " size" not in out
 
 
 @pytest.mark.parametrize("width", [60, 80])

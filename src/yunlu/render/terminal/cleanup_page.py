@@ -101,6 +101,9 @@ def _name(item: RemovableItem) -> str:
     path = Path(item.path)
     if item.kind == "run":
         return item.run
+    step = path.name.removeprefix("step-")
+    if item.kind == "checkpoint" and step.isdecimal():
+        return f"{item.run} {spoken('cleanup.step', step=int(step))}"
     if item.run:
         return f"{item.run}/{path.name}"
     return path.name if item.kind == "leftover" else f"{path.parent.name}/{path.name}"

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
+.PHONY: demo docs wheel test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -38,6 +38,16 @@ fuzz: $(VENV)/.dev
 		code=$$?; [ $$code -eq 124 ] && exit 0; [ $$code -eq 0 ] || exit $$code; \
 	done
 
+# The site of these pages, in both languages: site/index.html. Warnings are errors.
+docs: $(VENV)/.docs
+	$(BIN)/python scripts/make_site.py $(ARGS)
+
+# What `pip install yunlu` gets: dist/*.whl, looked into; ARGS=--release: ready to be published, too.
+wheel: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python scripts/check_wheel.py dist/*.whl $(ARGS)
+
 # Its tools need other versions of what we use: they live in an environment of their own.
 audit: .venv-audit/.tools
 	.venv-audit/bin/python scripts/audit $(ARGS)
@@ -64,10 +74,14 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[train]'
 	touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt scripts/install-system | $(VENV)/bin/python
 	# Both at once: one waits for the network while the other unpacks.
-	scripts/install-system & $(PIP) --editable '.[all,dev]' && wait
-	touch $@ $(VENV)/.train
+	scripts/install-system & $(PIP) --editable '.[all,dev,docs]' && wait
+	touch $@ $(VENV)/.train $(VENV)/.docs
 
 # The other trainers live in an environment of their own: nobody needs them to use Yunlu.
 bench-trainers: .venv-bench/.trainers

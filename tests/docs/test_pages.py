@@ -50,6 +50,7 @@ TRANSLATED = [
             "security",
             "accelerators",
             "ascend",
+            "clean-up",
         )
     ),
 ]

@@ -49,6 +49,11 @@ VERBS: dict[str, dict[str, str]] = {
         "stop": "Ask a run to save a checkpoint and stop.",
         "report": "Write the report of a run: terminal, JSON, one HTML page.",
     },
+    "Clean up": {
+        "du": "Show who takes the space: runs, checkpoints, caches, data sets.",
+        "rm": "Remove runs, after a question.",
+        "prune": "Remove old checkpoints, failed runs and caches, after a question.",
+    },
     "Set up": {
         "init": "Write a first job file for a task and some data.",
         "validate": "Check a job file and show how it was read.",
@@ -64,6 +69,7 @@ _FILES = {
     **dict.fromkeys(("finetune", "resume"), "train"),
     **dict.fromkeys(("submit", "priority", "pause"), "pool"),
     **dict.fromkeys(("ps", "show", "logs", "report", "stop", "resize", "join"), "runs"),
+    **dict.fromkeys(("du", "rm", "prune"), "cleanup"),
     **dict.fromkeys(("init", "validate", "schema"), "job_file"),
     **dict.fromkeys(("doctor", "probe"), "machine"),
 }

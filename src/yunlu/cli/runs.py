@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -94,6 +95,7 @@ def logs(
     lines: int = 20,
     rank: Annotated[int | None, Parameter(show_default=False)] = None,
     worker: Annotated[str | None, Parameter(show_default=False)] = None,
+    json: bool = False,
 ) -> int:
     """Print the events of a run, then the last lines of its worker's output.
 
@@ -103,11 +105,18 @@ def logs(
         lines: Number of lines of worker.log, or of the log of one worker.
         rank: Of several workers, only the output of the one that has this rank now.
         worker: The same by the worker's number, which stays when ranks change.
+        json: Print JSON lines: one for each event, as of train --json, and for each line of output.
     """
     client, console = default_client(), make_console()
     run_id = client.run(run).id
     if rank is not None or worker is not None:
-        _print_worker_log(client, run_id, console, rank, worker, lines=lines, follow=follow)
+        if json:
+            _print_json_worker_log(client, run_id, rank, worker, lines=lines, follow=follow)
+        else:
+            _print_worker_log(client, run_id, console, rank, worker, lines=lines, follow=follow)
+        return 0
+    if json:
+        _print_json_log(client, run_id, lines=lines, follow=follow)
         return 0
     _print_events(client, run_id, console, follow=follow)
     tail = client.logs(run_id, lines=lines).lines
@@ -143,6 +152,33 @@ def _print_worker_log(
     for _ in client.follow(run) if follow else ():
         log = client.logs(run, rank=rank, worker=worker, since=log.end)
         _print_text(console, log.lines)
+
+
+def _print_json_log(client: Client, run: str, *, lines: int, follow: bool) -> None:
+    from yunlu.render.terminal.run_display import JsonDisplay  # noqa: PLC0415 (slow to import)
+
+    shown, past = JsonDisplay(run), client.events(run)
+    for item in past.items:
+        shown.show(item)
+    for update in client.follow(run, since=past.cursor) if follow else ():
+        for item in update.items:
+            shown.show(item)
+    for line in client.logs(run, lines=lines).lines:
+        shown.show_output(line)
+
+
+def _print_json_worker_log(
+    client: Client, run: str, rank: int | None, worker: str | None, *, lines: int, follow: bool
+) -> None:
+    from yunlu.render.terminal.run_display import JsonDisplay  # noqa: PLC0415 (slow to import)
+
+    shown, log = JsonDisplay(run), client.logs(run, rank=rank, worker=worker, lines=lines)
+    for line in log.lines:
+        shown.show_output(line, rank=rank, worker=worker)
+    for _ in client.follow(run) if follow else ():
+        log = client.logs(run, rank=rank, worker=worker, since=log.end)
+        for line in log.lines:
+            shown.show_output(line, rank=rank, worker=worker)
 
 
 def _print_text(console: Console, lines: tuple[str, ...]) -> None:
@@ -229,16 +265,20 @@ def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
     return 0
 
 
-def resize(run: str = "last", /, *, devices: int) -> int:
+def resize(run: str = "last", /, *, devices: int, json: bool = False) -> int:
     """Continue with more or fewer workers from the next step on; no step and no sample is lost.
 
     Args:
         run: Its id, a unique prefix of it, or: last.
         devices: Number of workers.
+        json: Print one JSON line.
     """
     client = default_client()
     run_id = client.run(run).id
     resized = client.resize(run_id, devices=devices)
+    if json:
+        print_value(resized, run=run_id, devices=devices)
+        return 0
     line = Text.assemble((run_id, "bold"), f": {resized.text}, as ", (resized.layout, "bold"))
     make_console().print(line)
     return 0
@@ -251,6 +291,7 @@ def join(
     devices: int = 1,
     token_file: Annotated[Path | None, Parameter(show_default=False)] = None,
     name: Annotated[str | None, Parameter(show_default=False)] = None,
+    json: bool = False,
 ) -> int:
     """Take part in a run until it ends, or until this process is asked to leave (SIGTERM, Ctrl-C).
 
@@ -262,6 +303,7 @@ def join(
         token_file: File with the run's token, which its worker_group.json has. Not an argument: others can
             see those of a command.
         name: Name of the node in the run. Default: host and process id.
+        json: Print JSON lines: one when it has joined, one when it has left.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -273,6 +315,12 @@ def join(
         raise StoreError("the run's token is missing", hint="give --token-file")
     client = default_client()
     target = client.find_group(host, int(port), token, name=name)
+    if json:
+        print_value(target, event="joined", devices=devices)
+        sys.stdout.flush()  # the next line may be hours away
+        code = client.join(target, devices=devices)
+        print_value(target, event="left", exit_code=code)
+        return code
     line = Text.assemble((target.node, "bold"), f" lends {devices} to {target.run}")
     make_console().print(line)
     return client.join(target, devices=devices)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         OwnershipPage,
     )
     from yunlu.jobs.calibration import ForgottenRuns, ProbeProgress, ProbeResult
+    from yunlu.jobs.cleanup import CleanupPlan, CleanupResult
     from yunlu.jobs.doctor import MachineFindings
     from yunlu.jobs.lifecycle import WorkerResize
     from yunlu.jobs.plan_options import PlanOutcome
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         StartedRun,
     )
     from yunlu.jobs.selftest import SelftestProgress, SelftestResult
+    from yunlu.jobs.space import DiskUsage
     from yunlu.planning.plan import Plan, Rehearsal
     from yunlu.runs.events import Event
     from yunlu.runs.run_store import RunStore
@@ -262,6 +264,29 @@ class LocalRuns(RunVerbs):
         from yunlu.render.run_report import find_page
 
         return find_page(find_run(run))
+
+    def plan_removal(self, runs: Sequence[str]) -> CleanupPlan:
+        from yunlu.client.holds import HoldFinder
+        from yunlu.jobs.cleanup import plan_removal
+
+        return plan_removal([find_run(run) for run in runs], find_hold=HoldFinder())
+
+    def plan_prune(self, *, older: str = "30d", keep_best: bool = False) -> CleanupPlan:
+        from yunlu.client.holds import HoldFinder
+        from yunlu.jobs.cleanup import plan_prune
+
+        return plan_prune(older=older, keep_best=keep_best, find_hold=HoldFinder())
+
+    def clean_up(self, plan: CleanupPlan) -> CleanupResult:
+        from yunlu.client.holds import HoldFinder
+        from yunlu.jobs.cleanup import remove
+
+        return remove(plan, find_hold=HoldFinder())
+
+    def disk_usage(self) -> DiskUsage:
+        from yunlu.jobs.space import measure_space
+
+        return measure_space()
 
 
 def _rehearsal_note(job: Job, plan: Plan | None) -> str:

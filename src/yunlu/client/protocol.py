@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         OwnershipPage,
     )
     from yunlu.jobs.calibration import ForgottenRuns, ProbeProgress, ProbeResult
+    from yunlu.jobs.cleanup import CleanupPlan, CleanupResult
     from yunlu.jobs.doctor import MachineFindings
     from yunlu.jobs.lifecycle import WorkerResize
     from yunlu.jobs.plan_options import PlanOutcome
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         StartedRun,
     )
     from yunlu.jobs.selftest import SelftestProgress, SelftestResult
+    from yunlu.jobs.space import DiskUsage
     from yunlu.planning.plan import Plan, Rehearsal
     from yunlu.runs.events import Event
     from yunlu.scheduler.pool_view import Explanation, PoolDown, PoolUp, PoolView, QueuedRun
@@ -173,6 +175,22 @@ class RunVerbs(Protocol):
 
     def report_page(self, run: str) -> ReportPage:
         """Page of the report that was written last."""
+        ...
+
+    def plan_removal(self, runs: Sequence[str]) -> CleanupPlan:
+        """What removing these runs would remove; refused where one is alive, needed, or not ours."""
+        ...
+
+    def plan_prune(self, *, older: str = "30d", keep_best: bool = False) -> CleanupPlan:
+        """What is older than a span and no longer needed; nothing is removed yet."""
+        ...
+
+    def clean_up(self, plan: CleanupPlan) -> CleanupResult:
+        """Remove what a plan lists, as far as it is still not needed."""
+        ...
+
+    def disk_usage(self) -> DiskUsage:
+        """Who takes the space: runs, checkpoints, caches, data sets."""
         ...
 
 

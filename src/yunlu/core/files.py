@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import pwd
+import secrets
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +21,9 @@ from yunlu.core.limits import decode_json
 from yunlu.core.settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
+_MANY = 32
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -239,10 +242,50 @@ def sync_directory(directory: Path) -> None:
     _sync(directory)
 
 
+def sync_directories(directories: Collection[Path]) -> None:
+    """As ``sync_directory``; where there are many, everything at once."""
+    if len(directories) > _MANY:
+        os.sync()
+        return
+    for directory in directories:
+        _sync(directory)
+
+
 def sync_tree(directory: Path) -> None:
     """Make every file below the directory survive a power cut; done before it is published."""
     for path in (*directory.rglob("*"), directory):
         _sync(path)
+
+
+SET_ASIDE = ".trash-"
+"""What a name begins with that waits for its deletion: whoever reads directories passes over it."""
+
+
+def set_aside(path: Path) -> Path:
+    """Hide what is to be deleted by one rename; the hidden path. The caller makes it durable.
+
+    A process that is killed before the deletion ends leaves a name that no reader looks at, and that
+    ``find_set_aside`` finds again; never a directory that looks whole and is not.
+    """
+    if path.name.startswith(SET_ASIDE):
+        return path
+    aside = path.with_name(f"{SET_ASIDE}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    return path.rename(aside)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory: hidden by one rename, then deleted."""
+    try:
+        aside = set_aside(path)
+    except FileNotFoundError:
+        return
+    sync_directory(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def find_set_aside(directory: Path) -> list[Path]:
+    """What a killed process had set aside here and did not delete."""
+    return sorted(path for path in directory.glob(f"{SET_ASIDE}*") if not path.is_symlink())
 
 
 def append_lines(path: Path, records: Iterable[Any]) -> None:

@@ -60,6 +60,12 @@ def limits_setting() -> str:
     return os.environ.get("YUNLU_LIMITS") or ""
 
 
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they downloaded: theirs, shared with other programs."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_HOME") or Path(root) / "huggingface").expanduser().absolute()
+
+
 def _patience(text: str | None) -> float:
     if not text:
         return 1.0

@@ -27,6 +27,7 @@ from yunlu.core.files import (
     open_regular,
     open_to_read,
     read_lines,
+    remove_tree,
     sync_directory,
     write_atomically,
 )
@@ -108,10 +109,18 @@ def temporary_run(prefix: str) -> Generator[RunStore]:
 
 def remove_stale(home: Path) -> None:
     """Remove what a process that crashed long ago while it created a run left behind."""
+    for path in find_stale(home):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find_stale(home: Path) -> list[Path]:
+    """Runs that a process began to create long ago, and never published."""
+    stale: list[Path] = []
     for path in home.glob(".new-*"):
         with suppress(FileNotFoundError):  # published meanwhile
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path, ignore_errors=True)
+            if not path.is_symlink() and time.time() - path.stat().st_mtime > _STALE_S:
+                stale.append(path)
+    return stale
 
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -190,7 +199,7 @@ class DirectoryRunStore(RunStore):
     def remove(self, name: str) -> None:
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         else:
             path.unlink(missing_ok=True)
 

@@ -148,6 +148,24 @@ class ClientContract:
             pass
         assert client.run(started.id).state is RunState.FINISHED
 
+    def test_finished_run_is_removed_and_an_active_one_is_not(self) -> None:
+        """A plan removes nothing; what it lists is removed whole, and measured before."""
+        client = self.make_client()
+        run = self._finish(client)
+        usage = check_value(client.disk_usage())
+        assert [used.id for used in usage.runs] == [run]
+        assert usage.size.bytes >= usage.runs[0].size.bytes > 0
+        assert check_value(client.plan_prune()).items == ()
+        plan = check_value(client.plan_removal([run[:-2]]))
+        assert [item.run for item in plan.items] == [run]
+        assert client.run(run).id == run
+        result = check_value(client.clean_up(plan))
+        assert (result.removed, result.skipped) == (plan.items, ())
+        assert client.ps().runs == ()
+        active = client.train(self.make_job("wait")).id
+        assert _error_of(lambda: client.plan_removal([active])).code == "store"
+        client.stop(active, now=True)
+
     def test_unknown_run_is_refused(self) -> None:
         """With the error of the store."""
         client = self.make_client()

@@ -262,6 +262,26 @@ def test_detached_run_is_watched_by_logs(job_file, capsys):
     assert "accuracy 0.9" in capsys.readouterr().out
 
 
+def test_logs_as_json_lines_are_those_of_the_training(job_file, capsys):
+    main(["train", job_file(), "--json"])
+    trained = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for words in ([], ["-f"]):
+        assert main(["logs", "last", "--json", *words]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        events = [line for line in lines if line["event"] not in {"metrics", "output"}]
+        at = {(line["event"], line.get("at")) for line in trained}
+        assert len(events) > 5
+        assert {(line["event"], line["at"]) for line in events if line["event"] != "state"} <= at
+        assert events[-1]["state"] == "finished"
+    run = lifecycle.find("last")
+    with run.open_text_log("worker.log") as log:
+        log.write(b"a library says \x1b[31mhello\n")
+    main(["logs", "last", "--json", "--lines", "1"])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["event"], last["run"]) == ("output", run.id)
+    assert last["text"].endswith("hello")
+
+
 def test_ps_and_show_tell_the_same_in_words_and_json(job_file, capsys):
     assert main(["ps"]) == 0
     assert "no runs" in capsys.readouterr().out

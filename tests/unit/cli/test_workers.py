@@ -155,6 +155,13 @@ def test_logs_of_one_worker(run, capsys, words, member):
     assert capsys.readouterr().out == f"first\nworker {member} says hello\n"
 
 
+def test_logs_of_one_worker_as_json_lines(run, capsys):
+    assert main(["logs", run.id, "--rank", "3", "--json", "--lines", "1", "-f"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    text = "worker 4 says hello"
+    assert line == {"event": "output", "run": run.id, "rank": 3, "text": text}
+
+
 def test_logs_of_one_worker_are_cut_to_the_last_lines(run, capsys):
     assert main(["logs", run.id, "--rank", "1", "--lines", "1"]) == 0
     assert capsys.readouterr().out == "worker 1 says hello\n"

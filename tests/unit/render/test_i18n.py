@@ -40,7 +40,7 @@ def test_every_text_is_used() -> None:
     )
     # Keys that are put together: text(f"curve.{key}"), text('state.' ~ state), known_text("metric", ...).
     prefixes = {
-        *re.findall(r"""\btext\(\s*f"([\w.]+\.)\{""", sources),
+        *re.findall(r"""\b(?:text|spoken)\(\s*f["']([\w.]+\.)\{""", sources),
         *re.findall(r"""\btext\('([\w.]+\.)' ~""", sources),
         *(f"{name}." for name in re.findall(r"""\bknown_text\(\s*["']([\w.]+)["']""", sources)),
     }

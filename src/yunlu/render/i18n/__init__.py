@@ -1,7 +1,7 @@
 """Texts for people, each in English and in Chinese.
 
 ``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one; a terminal
-has English only.
+speaks the language of the settings where it asks for it (``spoken``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from yunlu.core.settings import read_settings
 from yunlu.core.value import Value
 
 
@@ -50,6 +51,12 @@ def known_text(prefix: str, name: str) -> BilingualText:
     """The text of ``prefix.name``; the name itself where there is none."""
     key = f"{prefix}.{name}"
     return text(key) if key in _texts("en") else same(name)
+
+
+def spoken(key: str, **fields: Any) -> str:
+    """The text of a key in the language of the settings."""
+    words = text(key, **fields)
+    return words.zh if read_settings().language == "zh" else words.en
 
 
 def same(name: str, *, code: bool = False) -> BilingualText:

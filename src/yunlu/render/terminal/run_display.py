@@ -310,6 +310,14 @@ class JsonDisplay:
         else:
             line = {"event": item.kind, "run": self._run_id, "at": item.at}
             line |= event_fields(item)
+        self._write(line)
+
+    def show_output(self, text: str, **of: Any) -> None:
+        """Write a line that a worker printed; ``of``: which one, if it is one of several."""
+        named = {name: value for name, value in of.items() if value is not None}
+        self._write({"event": "output", "run": self._run_id, **named, "text": text})
+
+    def _write(self, line: dict[str, Any]) -> None:
         self._out.write(to_json(line) + "\n")
         self._out.flush()
 

@@ -17,8 +17,10 @@ import fsspec
 
 from yunlu.core.errors import CheckpointError, missing_part
 from yunlu.core.files import (
+    find_set_aside,
     make_directory,
     open_private,
+    remove_tree,
     sync_directory,
     sync_tree,
     write_atomically,
@@ -173,17 +175,11 @@ class LocalStorage:
 
     def discard(self, directory: str) -> None:
         """Hidden by one rename, then deleted."""
-        trash = self.root / f".trash-{directory.lstrip('.')}-{os.getpid()}"
-        shutil.rmtree(trash, ignore_errors=True)
-        try:
-            (self.root / directory).rename(trash)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(trash, ignore_errors=True)
+        remove_tree(self.root / directory)
 
     def sweep(self) -> None:
         """All hidden directories."""
-        for path in [*self.root.glob(".part-*"), *self.root.glob(".trash-*")]:
+        for path in [*self.root.glob(".part-*"), *find_set_aside(self.root)]:
             shutil.rmtree(path, ignore_errors=True)
 
     def where(self, directory: str) -> str:

@@ -19,7 +19,6 @@ from yunlu.jobs.run import (
     remaining_s,
 )
 from yunlu.jobs.run_log import LogCursor, RunUpdate, end_of
-from yunlu.jobs.worker_groups import newest_worker_group
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import (  # noqa: TC001 - pydantic reads them
     BatchChanged,
@@ -244,6 +243,13 @@ def _summary(run: RunStore, record: RunRecord) -> dict[str, Any]:
         "layout": group.layout if group else None,
         "workers": len(group.ranks) if group else None,
     }
+
+
+def newest_worker_group(run: RunStore) -> GroupGeneration | None:
+    """The current layout of a run; None where it has a single worker."""
+    if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
+        return None  # avoids reading every log when many runs are listed
+    return read_view(run).worker_group
 
 
 def _find_caution(run: RunStore, record: RunRecord) -> str:

@@ -16,6 +16,7 @@ from yunlu.core.errors import StoreError
 from yunlu.core.limits import decode_json
 from yunlu.core.secrets import mask_value
 from yunlu.runs.events import WarningRaised, is_step, parse_event, to_record
+from yunlu.runs.metric_log import SEGMENTS, TAIL, read_lines, read_tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,7 +61,7 @@ class Log(StrEnum):
     """Append-only logs of JSON records. The comment names the writer, then the readers."""
 
     EVENTS = "events.jsonl"  # worker, lifecycle; everybody: the truth about the run
-    METRICS = "metrics.jsonl"  # the worker, a record per step (``StepMetrics``); display, report
+    METRICS = TAIL  # the worker, a record per step; ``read_metrics`` adds those in ``Area.METRICS``
     LEDGER = (
         "ledger.jsonl"  # the worker, a digest of the samples per step; checks that none is lost
     )
@@ -71,6 +72,7 @@ class Log(StrEnum):
 class Area(StrEnum):
     """Artifacts: directories whose files libraries write by themselves."""
 
+    METRICS = SEGMENTS  # older records of the metrics, sealed (``runs.metric_log``)
     CHECKPOINTS = "checkpoints"
     MODEL = "model"
     TENSORBOARD = "tensorboard"
@@ -89,6 +91,8 @@ class Claim(StrEnum):
     """To start, stop or reap the worker."""
     LEASES = "leases.lock"
     """To change the record of the leases."""
+    METRICS = "metrics.lock"
+    """To append to the metrics, or to replace their tail: held for a moment."""
 
 
 WORKER_LOG = "worker.log"
@@ -211,10 +215,17 @@ class RunStore(Protocol):
                 yield event, after
 
     def read_metrics(self, *, offset: int = 0) -> Iterator[tuple[StepMetrics, int]]:
-        """Metrics of steps from an offset on, each with the offset after it."""
-        for record, after in self.read_log(Log.METRICS, offset=offset):
+        """Metrics of steps from a position on, each with the position after it.
+
+        Positions count records, and stay when the writer seals older ones.
+        """
+        for record, after in read_lines(self, offset=offset):
             if is_step(record):
                 yield record, after
+
+    def metric_end(self) -> int:
+        """Position after the newest metrics."""
+        return read_tail(self).end
 
 
 @runtime_checkable

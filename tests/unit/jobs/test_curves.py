@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunlu.jobs.run_log import smooth, thin
+from yunlu.jobs.curve_buckets import smooth, thin
 
 anything = st.lists(st.floats(), min_size=1, max_size=400)
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from yunlu.core.limits import decode_json
+from yunlu.runs.items import Area, Log
 from yunlu.runs.metric_segments import SegmentName, decode_records, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TAIL = "metrics.jsonl"
-SEGMENTS = "metrics"
 _START = "from"
 
 
@@ -76,7 +75,7 @@ class MetricTail:
 
 def read_tail(run: StoredItems) -> MetricTail:
     """The tail as it is now."""
-    content = run.read(TAIL)
+    content = run.read(Log.METRICS)
     if content is None:
         return MetricTail(start=max((name.end for name in _segments(run)), default=0), lines=b"")
     first, _, rest = content.partition(b"\n")
@@ -99,7 +98,7 @@ def read_parts(run: StoredItems, *, offset: int = 0) -> Iterator[SealedPart | Me
         end = min(name.end, tail.start)
         if end <= position or name.start >= tail.start:
             continue
-        data = run.read(f"{SEGMENTS}/{name}")
+        data = run.read(f"{Area.METRICS}/{name}")
         if data is None:
             continue
         skip = max(position - name.start, 0)
@@ -146,7 +145,7 @@ def _read_sealed(part: SealedPart) -> Iterator[tuple[Any, int]]:
 
 
 def _segments(run: StoredItems) -> list[SegmentName]:
-    return [name for text in run.names(SEGMENTS) if (name := parse_name(text)) is not None]
+    return [name for text in run.names(Area.METRICS) if (name := parse_name(text)) is not None]
 
 
 def _parse_start(line: bytes) -> int | None:

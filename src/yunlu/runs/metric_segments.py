@@ -1,7 +1,7 @@
 """Sealed segments of the metrics: Arrow IPC files, compressed, one row per record.
 
-pandas, polars, DuckDB and pyarrow read them as they are. A worker writes them with pyarrow, which its extra
-installs anyway; the core reads them with nanoarrow, a hundredth of its size.
+pandas, polars and pyarrow read them as they are. A worker writes them with pyarrow, which its extra installs
+anyway; the core reads them here, and needs a decompressor alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import io
 import math
 import re
 import struct
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from yunlu.core.errors import missing_part
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import ZstdDecompressor, ZstdError
+else:
+    from backports.zstd import ZstdDecompressor, ZstdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +44,8 @@ _MOST_WHOLE = 1 << 63
 
 _MAGIC = b"ARROW1\0\0"
 _MOST_BYTES = 64 << 20
-"""Of a segment, packed or unpacked: ours have less than four."""
+_MOST_ROWS = 1 << 20
+"""Ours have 4096 records."""
 _NAME = re.compile(r"(\d{12})-(\d{12})\.arrow")
 
 
@@ -126,44 +133,12 @@ def _as_stored(name: str, record: Mapping[str, Any]) -> float | None:
 
 def decode_columns(data: bytes) -> tuple[int, dict[str, SegmentColumn]]:
     """Number of records, and their numbers by name; ``ValueError`` for what is no segment."""
-    from nanoarrow import ArrayStream  # noqa: PLC0415 (only where metrics are read)
-    from nanoarrow.ipc import InputStream  # noqa: PLC0415
-
-    _check_sizes(data)
-    # An IPC file is a stream behind eight bytes.
-    source = io.BytesIO(data)
-    source.seek(len(_MAGIC))
-    columns: dict[str, SegmentColumn] = {}
-    length = 0
+    if not data.startswith(_MAGIC) or len(data) > _MOST_BYTES:
+        raise ValueError("it is no segment")
     try:
-        with InputStream.from_readable(source) as stream:
-            for batch in ArrayStream(stream):
-                length = len(batch)
-                for index, field in enumerate(batch.schema.fields):
-                    column = _read_column(batch.child(index), length)
-                    if column is not None:
-                        columns[field.name] = column
-    except (RuntimeError, OSError, UnicodeDecodeError) as error:
+        return _decode(data)
+    except (struct.error, IndexError, UnicodeDecodeError, ZstdError) as error:
         raise ValueError(f"it is damaged: {error}") from error
-    return length, columns
-
-
-def _read_column(array: Any, length: int) -> SegmentColumn | None:
-    """None for a column of another type."""
-    kind = array.schema.type.name
-    formats = {"INT64": "q", "TIMESTAMP": "q", "DOUBLE": "d", "FLOAT": "f"}
-    if kind not in formats or array.offset or len(array) != length:
-        return None
-    is_present, values = (memoryview(buffer).cast("B") for buffer in array.buffers)
-    size = struct.calcsize(formats[kind])
-    has_gaps = is_present.nbytes > 0  # left out where every value is there
-    if values.nbytes < length * size or (has_gaps and is_present.nbytes * 8 < length):
-        return None
-    return SegmentColumn(
-        values=values[: length * size].cast(formats[kind]),
-        is_present=is_present if has_gaps else None,
-        per_unit=_PER_SECOND if kind == "TIMESTAMP" else 1,
-    )
 
 
 def decode_records(data: bytes) -> list[dict[str, Any] | None]:
@@ -181,77 +156,140 @@ def decode_records(data: bytes) -> list[dict[str, Any] | None]:
     return [record or None for record in records]
 
 
-def _check_sizes(data: bytes) -> None:
-    """Refuse what would unpack to more than a segment can be: the reader believes what is written there."""
-    if not data.startswith(_MAGIC) or len(data) > _MOST_BYTES:
-        raise ValueError("it is no segment")
-    try:
-        unpacked = sum(_unpacked_bytes(data))
-    except (struct.error, IndexError) as error:
-        raise ValueError("it is damaged") from error
-    if not 0 <= unpacked <= _MOST_BYTES:
-        raise ValueError(f"it unpacks to {unpacked} bytes, more than a segment can have")
-
+# What follows reads "Arrow Columnar Format, Serialization and Interprocess Communication" as far as a segment
+# goes: one schema and one batch of numbers. The small libraries trust what is written in a file, down to its
+# offsets, and crash; a run may come from somebody else.
 
 _SCHEMA, _RECORDS = 1, 3
-_MOST_MESSAGES = 16
+_INTEGER, _FLOAT, _TIMESTAMP = 2, 3, 10
+_ZSTD = 1
+_MOST_COLUMNS = 256
 
 
-def _unpacked_bytes(data: bytes) -> Iterator[int]:
-    """Bytes of each buffer once unpacked (Arrow's columnar format, "Encapsulated message format")."""
-    at = len(_MAGIC)
-    for _ in range(_MOST_MESSAGES):
-        marker, length = struct.unpack_from("<Ii", data, at)
-        if marker != 0xFFFFFFFF or length < 0:
-            raise IndexError
-        if length == 0:
-            return
-        message = data[at + 8 : at + 8 + length]
-        body = at + 8 + length
-        table = struct.unpack_from("<I", message)[0]
-        kind = _field(message, table, 1, "<B")
-        if kind == _RECORDS:
-            yield from _buffer_bytes(data, message, table, body)
-        elif kind != _SCHEMA:
-            raise IndexError
-        at = body + _field(message, table, 3, "<q")
-        if at < body:
-            raise IndexError
-    raise IndexError
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table of a flatbuffer: its fields by number, where they are not left out."""
+
+    message: bytes
+    at: int
+
+    def place(self, index: int) -> int | None:
+        """Where a field stands."""
+        layout = self.at - _unpack("<i", self.message, self.at)
+        if 4 + 2 * index >= _unpack("<H", self.message, layout):
+            return None
+        offset = _unpack("<H", self.message, layout + 4 + 2 * index)
+        return self.at + offset if offset else None
+
+    def number(self, index: int, form: str) -> int:
+        """A number; 0 where it is left out."""
+        place = self.place(index)
+        return 0 if place is None else _unpack(form, self.message, place)
+
+    def target(self, index: int) -> int:
+        """Where the table, text or vector begins that a field refers to."""
+        place = self.place(index)
+        if place is None:
+            raise IndexError("a field is missing")
+        return place + _unpack("<I", self.message, place)
+
+    def table(self, index: int) -> _Table:
+        """A table inside this one."""
+        return _Table(self.message, self.target(index))
+
+    def tables(self, index: int) -> Iterator[_Table]:
+        """A vector of tables."""
+        start = self.target(index)
+        for number in range(min(_unpack("<I", self.message, start), _MOST_COLUMNS)):
+            place = start + 4 + 4 * number
+            yield _Table(self.message, place + _unpack("<I", self.message, place))
+
+    def text(self, index: int) -> str:
+        """A text."""
+        start = self.target(index)
+        return self.message[start + 4 : start + 4 + _unpack("<I", self.message, start)].decode()
+
+    def pairs(self, index: int) -> list[tuple[int, int]]:
+        """A vector of structures of two long numbers."""
+        start = self.target(index)
+        many = min(_unpack("<I", self.message, start), 2 * _MOST_COLUMNS)
+        return [struct.unpack_from("<qq", self.message, start + 4 + 16 * n) for n in range(many)]
 
 
-def _buffer_bytes(data: bytes, message: bytes, table: int, body: int) -> Iterator[int]:
-    header = _target(message, table, 2)
-    vector = _target(message, header, 2)
-    is_packed = _place(message, header, 3) is not None
-    for index in range(struct.unpack_from("<I", message, vector)[0]):
-        offset, length = struct.unpack_from("<qq", message, vector + 4 + 16 * index)
-        if offset < 0 or length < 0:
-            raise IndexError
-        unpacked = struct.unpack_from("<q", data, body + offset)[0] if is_packed and length else -1
-        if unpacked < -1:
-            raise IndexError
-        yield length if unpacked == -1 else unpacked
+def _unpack(form: str, message: bytes, at: int) -> int:
+    if at < 0:
+        raise IndexError("an offset leads out of the file")
+    return struct.unpack_from(form, message, at)[0]
 
 
-def _place(message: bytes, table: int, index: int) -> int | None:
-    """Where a field of a flatbuffer's table stands; None where it is left out."""
-    layout = table - struct.unpack_from("<i", message, table)[0]
-    if layout < 0 or table < 0:
-        raise IndexError
-    if 4 + 2 * index >= struct.unpack_from("<H", message, layout)[0]:
-        return None
-    offset = struct.unpack_from("<H", message, layout + 4 + 2 * index)[0]
-    return table + offset if offset else None
+def _decode(data: bytes) -> tuple[int, dict[str, SegmentColumn]]:
+    schema, body = _read_message(data, len(_MAGIC))
+    records, body = _read_message(data, body)
+    if schema.number(1, "<B") != _SCHEMA or records.number(1, "<B") != _RECORDS:
+        raise IndexError("it has no records")
+    batch = records.table(2)
+    length = batch.number(0, "<q")
+    buffers = batch.pairs(2)
+    codec = None if batch.place(3) is None else batch.table(3).number(0, "<b")
+    if not 0 <= length <= _MOST_ROWS or codec not in {None, _ZSTD}:
+        raise IndexError("it has too many records, or is packed in another way")
+    columns: dict[str, SegmentColumn] = {}
+    fields = list(schema.table(2).tables(1))
+    for index, field in enumerate(fields):
+        form, per_unit = _format_of(field)
+        size = struct.calcsize(form)
+        validity, values = (
+            _read_buffer(data, body, place, most=most, is_packed=codec is not None)
+            for place, most in zip(
+                buffers[2 * index : 2 * index + 2],
+                (length // 8 + 64, length * size + 64),
+                strict=True,
+            )
+        )
+        if len(values) < length * size or 0 < len(validity) * 8 < length:
+            raise IndexError("a column is too short")
+        columns[field.text(0)] = SegmentColumn(
+            values=memoryview(values)[: length * size].cast(form),
+            is_present=memoryview(validity) if validity else None,
+            per_unit=per_unit,
+        )
+    return length, columns
 
 
-def _field(message: bytes, table: int, index: int, form: str) -> int:
-    place = _place(message, table, index)
-    return 0 if place is None else struct.unpack_from(form, message, place)[0]
+def _read_message(data: bytes, at: int) -> tuple[_Table, int]:
+    """The root of a message's flatbuffer, and where its body begins; the schema has none."""
+    marker, length = struct.unpack_from("<II", data, at)
+    if marker != 0xFFFFFFFF or length > len(data):
+        raise IndexError("a message is torn")
+    message = data[at + 8 : at + 8 + length]
+    return _Table(message, _unpack("<I", message, 0)), at + 8 + length
 
 
-def _target(message: bytes, table: int, index: int) -> int:
-    place = _place(message, table, index)
-    if place is None:
-        raise IndexError
-    return place + struct.unpack_from("<I", message, place)[0]
+def _format_of(field: _Table) -> tuple[Literal["q", "d", "f"], int]:
+    """Format of a column's values, and what they are to be divided by."""
+    kind, about = field.number(2, "<B"), field.table(3)
+    if kind == _INTEGER and about.number(0, "<i") == 64:
+        return "q", 1
+    if kind == _FLOAT and (precision := about.number(0, "<h")) in {1, 2}:
+        return "f" if precision == 1 else "d", 1
+    if kind == _TIMESTAMP:
+        return "q", _PER_SECOND
+    raise IndexError("a column has another type")
+
+
+def _read_buffer(
+    data: bytes, body: int, place: tuple[int, int], *, most: int, is_packed: bool
+) -> bytes:
+    """A buffer, unpacked to at most so many bytes."""
+    offset, length = place
+    if min(offset, length) < 0 or body + offset + length > len(data):
+        raise IndexError("a buffer leads out of the file")
+    content = data[body + offset : body + offset + length]
+    if not length or not is_packed:
+        return content
+    unpacked = _unpack("<q", content, 0)
+    if unpacked == -1:  # would not have become smaller
+        return content[8:]
+    if not 0 <= unpacked <= most:
+        raise IndexError(f"a buffer unpacks to {unpacked} bytes, more than its records need")
+    return ZstdDecompressor().decompress(content[8:], max_length=unpacked)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import YunluError
 from yunlu.runs.events import is_step
-from yunlu.runs.metric_log import SEGMENTS, TAIL, decode_line, make_tail, read_tail
+from yunlu.runs.items import Area, Claim, Log
+from yunlu.runs.metric_log import decode_line, make_tail, read_tail
 from yunlu.runs.metric_segments import SegmentName, encode_segment
-from yunlu.runs.run_store import Claim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ class MetricWriter:
         if not records:
             return
         with self._run.claim(Claim.METRICS, wait=True):
-            self._run.append(TAIL, records)
+            self._run.append(Log.METRICS, records)
         self._appended += len(records)
         is_sealing = self._sealing is not None and self._sealing.is_alive()
         if self._appended >= SEGMENT_ROWS and not is_sealing and not self._failed:
@@ -74,13 +74,13 @@ def seal_metrics(run: RunStore, *, fewest: int = 1) -> int:
         rows = [_as_step(line) for line in older[first : first + SEGMENT_ROWS]]
         start = tail.start + first
         name = SegmentName(start=start, end=start + len(rows))
-        run.write(f"{SEGMENTS}/{name}", encode_segment(rows))
+        run.write(f"{Area.METRICS}/{name}", encode_segment(rows))
     with run.claim(Claim.METRICS, wait=True):
         now = read_tail(run)
         if now.start != tail.start:  # another process sealed the same lines meanwhile
             return 0
         rest = now.lines[sum(map(len, older)) :]
-        run.write(TAIL, make_tail(tail.start + len(older), rest), durable=False)
+        run.write(Log.METRICS, make_tail(tail.start + len(older), rest), durable=False)
     return len(older)
 
 

@@ -142,7 +142,7 @@ def measure_runs(home: Path, count: int) -> list[tuple[str, float, float | None,
     changed = run_yunlu(home, "ps")
     shown = run_yunlu(home, "show", "run-00007")
     shown_counted = run_yunlu(home, "show", "run-00007", count=True)
-    every = run_yunlu(home, "ps", "--all", "--json")
+    every = run_yunlu(home, "ps", "--json")
     assert len(every.output.splitlines()) == count
     few = home.with_name("few")
     few.mkdir(mode=0o700)
@@ -158,7 +158,7 @@ def measure_runs(home: Path, count: int) -> list[tuple[str, float, float | None,
         ("run directories that it opens", counted.runs_opened, 0, ""),
         ("ps after a run was resumed", changed.cpu_s, None, "CPU-s"),
         ("the same with one run", changed_alone.cpu_s, None, "CPU-s"),
-        ("ps --all --json", every.cpu_s, None, "CPU-s"),
+        ("ps --json", every.cpu_s, None, "CPU-s"),
         ("show ID", shown.cpu_s, None, "CPU-s"),
         ("the same with one run", shown_alone.cpu_s, None, "CPU-s"),
         ("run directories that it opens", shown_counted.runs_opened, 1, ""),

@@ -35,7 +35,7 @@ class CurveBuckets:
         self.width = 1
         self.count = 0
         """Points so far."""
-        self._buckets = 0
+        self.used_buckets = 0
         # By bucket: the lowest, highest and first not finite point; place -1 where there is none.
         self._points = np.empty((MOST_BUCKETS, 3, 3))
         self._sums = np.empty((MOST_BUCKETS, 3))
@@ -56,13 +56,15 @@ class CurveBuckets:
         points = np.column_stack((places, steps, values))
         self._rest = np.concatenate((self._rest, points)) if len(self._rest) else points
         while len(self._rest) >= self.width:
-            taken = min(len(self._rest) // self.width, MOST_BUCKETS - self._buckets)
+            taken = min(len(self._rest) // self.width, MOST_BUCKETS - self.used_buckets)
             cut = taken * self.width
             full = self._rest[:cut].reshape(taken, self.width, 3)
-            end = self._buckets + taken
-            self._points[self._buckets : end], self._sums[self._buckets : end] = _summarise(full)
-            self._buckets, self._rest = end, self._rest[cut:].copy()
-            if self._buckets == MOST_BUCKETS:
+            end = self.used_buckets + taken
+            self._points[self.used_buckets : end], self._sums[self.used_buckets : end] = _summarise(
+                full
+            )
+            self.used_buckets, self._rest = end, self._rest[cut:].copy()
+            if self.used_buckets == MOST_BUCKETS:
                 self._halve()
 
     def points(self, most: int = MOST_POINTS) -> list[Point]:
@@ -91,7 +93,7 @@ class CurveBuckets:
 
     def _all(self) -> tuple[FloatArray, FloatArray]:
         """Every bucket, with the last one that is not full."""
-        points, sums = self._points[: self._buckets], self._sums[: self._buckets]
+        points, sums = self._points[: self.used_buckets], self._sums[: self.used_buckets]
         if not len(self._rest):
             return points, sums
         rest, rest_sums = _summarise(self._rest[None])
@@ -103,7 +105,7 @@ class CurveBuckets:
         even, odd = self._sums[0::2].copy(), self._sums[1::2]
         self._sums[:half, :2] = (even + odd)[:, :2]
         self._sums[:half, 2] = odd[:, 2]
-        self._buckets, self.width = half, self.width * 2
+        self.used_buckets, self.width = half, self.width * 2
 
 
 def _summarise(points: FloatArray) -> tuple[FloatArray, FloatArray]:

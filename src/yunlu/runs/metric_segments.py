@@ -66,7 +66,7 @@ class SegmentName:
 class SegmentColumn:
     """One named number of all records of a segment."""
 
-    values: memoryview
+    values: memoryview[int] | memoryview[float]
     """Whole numbers of 64 bits, or floats of 32 or 64."""
     is_present: memoryview | None
     """A bit per record, the lowest first; None where every record has the number."""

@@ -167,7 +167,7 @@ _MOST_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _FlatTable:
     """A table of a flatbuffer: its fields by number, where they are not left out."""
 
     message: bytes
@@ -193,16 +193,16 @@ class _Table:
             raise IndexError("a field is missing")
         return place + _unpack("<I", self.message, place)
 
-    def table(self, index: int) -> _Table:
+    def table(self, index: int) -> _FlatTable:
         """A table inside this one."""
-        return _Table(self.message, self.target(index))
+        return _FlatTable(self.message, self.target(index))
 
-    def tables(self, index: int) -> Iterator[_Table]:
+    def tables(self, index: int) -> Iterator[_FlatTable]:
         """A vector of tables."""
         start = self.target(index)
         for number in range(min(_unpack("<I", self.message, start), _MOST_COLUMNS)):
             place = start + 4 + 4 * number
-            yield _Table(self.message, place + _unpack("<I", self.message, place))
+            yield _FlatTable(self.message, place + _unpack("<I", self.message, place))
 
     def text(self, index: int) -> str:
         """A text."""
@@ -256,16 +256,16 @@ def _decode(data: bytes) -> tuple[int, dict[str, SegmentColumn]]:
     return length, columns
 
 
-def _read_message(data: bytes, at: int) -> tuple[_Table, int]:
+def _read_message(data: bytes, at: int) -> tuple[_FlatTable, int]:
     """The root of a message's flatbuffer, and where its body begins; the schema has none."""
     marker, length = struct.unpack_from("<II", data, at)
     if marker != 0xFFFFFFFF or length > len(data):
         raise IndexError("a message is torn")
     message = data[at + 8 : at + 8 + length]
-    return _Table(message, _unpack("<I", message, 0)), at + 8 + length
+    return _FlatTable(message, _unpack("<I", message, 0)), at + 8 + length
 
 
-def _format_of(field: _Table) -> tuple[Literal["q", "d", "f"], int]:
+def _format_of(field: _FlatTable) -> tuple[Literal["q", "d", "f"], int]:
     """Format of a column's values, and what they are to be divided by."""
     kind, about = field.number(2, "<B"), field.table(3)
     if kind == _INTEGER and about.number(0, "<i") == 64:

@@ -77,6 +77,7 @@ def train(tree: Path, home: Path, devices: int) -> dict[str, Any]:
     (home / "job.yaml").write_text(json.dumps(job), "utf-8")
     command(tree, home, "train", "job.yaml")
     run = max((home / "yunlu-runs").glob(f"*on{devices}*"), key=lambda path: path.stat().st_mtime)
+    # As a tree of any version writes them; so few stay lines.
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     results: dict[str, Any] = {
         f"losses, {devices} workers": [

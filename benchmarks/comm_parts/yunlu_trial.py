@@ -18,6 +18,7 @@ import yaml
 from benchmarks.comm_parts.trial import PORT, Result, TrialError, wait_for
 from benchmarks.comm_parts.workload import Workload, make_text
 from benchmarks.faults_parts.processes import ROOT
+from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,7 +152,7 @@ def _read(
     round_number: int,
     sent_bytes: float,
 ) -> YunluRun:
-    records = {record["step"]: record for record in _lines(run / "metrics.jsonl")}
+    records = {record["step"]: record for record, _ in open_run(run).read_metrics()}
     if len(records) < steps:
         raise TrialError(f"{len(records)} of {steps} steps were done")
     at = [records[step]["at"] for step in range(1, steps + 1)]

@@ -15,6 +15,7 @@ from benchmarks.faults_parts.contenders import Contender, ContenderError
 from benchmarks.faults_parts.journal import Journal, Step, Worker
 from benchmarks.faults_parts.processes import is_alive
 from benchmarks.faults_parts.workload import SEED, Workload
+from yunlu.runs.home import open_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,6 +117,7 @@ class RunJournal(Journal):
     run: Path | None = None
     _sizes: dict[int, int] = field(default_factory=dict[int, int])
     _samples: int = 0
+    _metrics: int = 0
 
     def follow(self, run: Path) -> None:
         """From now on."""
@@ -127,7 +129,8 @@ class RunJournal(Journal):
             return
         for event in self._new_records(self.run / "events.jsonl"):
             self._take(event)
-        for record in self._new_records(self.run / "metrics.jsonl"):
+        for record, after in open_run(self.run).read_metrics(offset=self._metrics):
+            self._metrics = after
             generation = int(record.get("generation", 0))
             step = record["step"] - 1
             self.steps.append(

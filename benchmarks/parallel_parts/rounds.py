@@ -17,6 +17,8 @@ import yaml
 from benchmarks.faults_parts.processes import Processes
 from benchmarks.parallel_parts.figures import Run, summarize
 from benchmarks.parallel_parts.workload import make_job
+from yunlu.runs.home import find_runs
+from yunlu.runs.run_store import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,8 +110,8 @@ def _read_hand(place: Path) -> tuple[list[float], list[float]]:
 
 
 def _read_yunlu(place: Path) -> tuple[list[float], list[float]]:
-    for path in (place / "home").glob("*/metrics.jsonl"):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+    for run in find_runs(place / "home", having=Log.METRICS):
+        records = [record for record, _ in run.read_metrics()]
         return [each["at"] for each in records], [each["loss"] for each in records]
     raise RunError("there is no log of steps")
 

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import time
 
-import alembic.op
 import pytest
 
 from tests.waiting import LIMIT_S
-from yunlu.jobs import lifecycle
-from yunlu.jobs.run_index import RunIndex
+from yunlu.core.errors import StoreError
+from yunlu.jobs import lifecycle, run_index
+from yunlu.jobs.run_index import SCHEMA, RunIndex
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
@@ -111,18 +111,16 @@ def test_processes_that_open_a_new_store_at_once_migrate_it_once(own_home):
     for process in many:
         finish(process)
     connection = sqlite3.connect(own_home / "index.sqlite")
-    assert connection.execute("SELECT count(*) FROM alembic_version").fetchone() == (1,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
     assert connection.execute("SELECT count(*) FROM runs").fetchone() == (4,)
     connection.close()
 
 
-def test_crash_in_the_middle_of_a_migration_leaves_it_to_the_next(own_home, monkeypatch):
-    def crash(*_arguments, **_options):
-        raise KeyboardInterrupt
-
+def test_crash_while_the_table_is_made_leaves_it_to_the_next(own_home, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(alembic.op, "create_index", crash)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(run_index, "_MAKE", (*run_index._MAKE[:-1], "CREATE TABLE runs (id)"))
+        patched.setattr(run_index, "_PAUSES_S", ())
+        with pytest.raises(StoreError, match="already exists"):
             RunIndex(own_home)
     with RunIndex(own_home) as store:
         assert store.records() == []

@@ -41,9 +41,9 @@ def ps(
 
     Args:
         all: Also the older ones.
-        json: Print one JSON line for each run.
+        json: Print one JSON line for each run, also the older ones.
     """
-    listed = default_client().ps(most=None if all else _FEW)
+    listed = default_client().ps(most=None if all or json else _FEW)
     if json:
         for run in listed.runs:
             print_value(run)

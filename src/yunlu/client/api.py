@@ -108,9 +108,10 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """One record per step; a step that a later attempt repeated appears once."""
-        from yunlu.jobs.run_log import read_run_log  # noqa: PLC0415 (used by few)
+        from yunlu.jobs.logged_steps import read_run_log  # noqa: PLC0415 (used by few)
 
-        return list(read_run_log(open_run(self.dir)).records)
+        log = read_run_log(open_run(self.dir))
+        return [record for batch in log.batches() for record in batch.records()]
 
     def load(self) -> LoadedModel:
         """Load the model that it exported, to predict with it."""

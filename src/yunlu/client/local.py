@@ -33,15 +33,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.run_log import LogCursor, RunUpdate
-    from yunlu.jobs.run_view import (
-        JoinTarget,
-        ListedRun,
-        LogText,
-        RunDetails,
-        RunFailure,
-        RunList,
-        StartedRun,
-    )
+    from yunlu.jobs.run_record import ListedRun, RunList
+    from yunlu.jobs.run_view import JoinTarget, LogText, RunDetails, RunFailure, StartedRun
     from yunlu.jobs.selftest import SelftestProgress, SelftestResult
     from yunlu.jobs.space import DiskUsage
     from yunlu.planning.plan import Plan, Rehearsal
@@ -206,10 +199,10 @@ class LocalRuns(RunVerbs):
         return list_run(store, lifecycle.stop(store))
 
     def ps(self, *, most: int | None = None) -> RunList:
-        from yunlu.jobs import lifecycle
-        from yunlu.jobs.run_view import list_records
+        from yunlu.core.settings import read_settings
+        from yunlu.jobs.run_listing import list_home
 
-        return list_records(lifecycle.home(), lifecycle.scan_runs(), most=most)
+        return list_home(read_settings().home, most=most)
 
     def run(self, run: str) -> ListedRun:
         from yunlu.jobs import lifecycle

@@ -30,15 +30,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.predict_table import PredictedRow
     from yunlu.jobs.report_model import Report, ReportPage
     from yunlu.jobs.run_log import LogCursor, RunUpdate
-    from yunlu.jobs.run_view import (
-        JoinTarget,
-        ListedRun,
-        LogText,
-        RunDetails,
-        RunFailure,
-        RunList,
-        StartedRun,
-    )
+    from yunlu.jobs.run_record import ListedRun, RunList
+    from yunlu.jobs.run_view import JoinTarget, LogText, RunDetails, RunFailure, StartedRun
     from yunlu.jobs.selftest import SelftestProgress, SelftestResult
     from yunlu.jobs.space import DiskUsage
     from yunlu.planning.plan import Plan, Rehearsal

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from statistics import fmean, median
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
-from yunlu.jobs.run_log import step_s
+from yunlu.jobs.step_summary import step_seconds
 from yunlu.runs.events import ExchangeSetting, RefusedSetting
+from yunlu.runs.value_sample import ValueSample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from yunlu.jobs.run_log import Record, RunLog
+    from yunlu.jobs.logged_steps import RunLog
     from yunlu.runs.events import CommunicationChosen, ExchangePrediction, MeasuredLinks
+    from yunlu.runs.step_batches import StepBatch
+
+FloatArray = NDArray[np.float64]
 
 
 class Expectation(Value):
@@ -107,14 +113,12 @@ def read_communication(log: RunLog) -> Communication | None:
     events = log.view.communications
     if not events:
         return None
-    records = [record for record in log.records if "at" in record]
     ends = [event.at for event in events[1:]] + [math.inf]
-    choices = [
-        _read_choice(
-            event, [one_record for one_record in records if event.at <= one_record["at"] < end]
-        )
-        for event, end in zip(events, ends, strict=True)
-    ]
+    spans = [_Span(event, end) for event, end in zip(events, ends, strict=True)]
+    for batch in log.batches():
+        for span in spans:
+            span.add(batch)
+    choices = [_read_choice(span.event, span) for span in spans]
     # A choice that was replaced before its first step, or whose steps were undone, is left out.
     retained = [choice for choice in choices[:-1] if choice.steps or choice.excluded] + choices[-1:]
     return Communication(choices=tuple(retained))
@@ -159,18 +163,74 @@ def _beside(expectation: Expectation, show: Callable[[float], str]) -> str:
     return f" ({show(expectation.predicted)} predicted{ratio})"
 
 
-def _read_choice(event: CommunicationChosen, records: Sequence[Record]) -> ChosenMethod:
+class _Span:
+    """The steps that were made with one choice."""
+
+    def __init__(self, event: CommunicationChosen, end: float) -> None:
+        self.event = event
+        self._end = end
+        self.steps = 0
+        self.first_step: int | None = None
+        self.every = max(event.setting.every, 1)
+        self.usual = {name: _UsualStep(self.every) for name in _QUANTITIES}
+        self.usual["compression_error"] = _UsualStep(1)
+
+    def add(self, batch: StepBatch) -> None:
+        at = batch.get("at", math.nan)
+        own = batch.take((at >= self.event.at) & (at < self._end))
+        if not own.size:
+            return
+        if self.first_step is None:
+            self.first_step = int(own.step[0])
+        self.steps += own.size
+        self.usual["step_s"].add(step_seconds(own))
+        for quantity, name in _COLUMNS.items():
+            self.usual[quantity].add(own.get(name)[own.has(name)])
+
+
+class _UsualStep:
+    """Median over spans of the mean step: each span holds as many exchanges as the next."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._means = ValueSample()
+        self._rest: FloatArray = np.empty(0)
+
+    def add(self, values: FloatArray) -> None:
+        rest = np.concatenate((self._rest, values[np.isfinite(values)]))
+        whole = len(rest) - len(rest) % self._every
+        self._means.add(rest[:whole].reshape(-1, self._every).mean(axis=1))
+        self._rest = rest[whole:]
+
+    @property
+    def value(self) -> float | None:
+        means = self._means.values
+        if len(means):
+            return float(np.median(means))
+        return float(self._rest.mean()) if len(self._rest) else None
+
+
+_QUANTITIES = ("step_s", "exchange_s", "wait_s", "sent_bytes")
+_COLUMNS = {
+    "exchange_s": "exchange_s",
+    "wait_s": "communication_s",
+    "sent_bytes": "sent_bytes",
+    "compression_error": "compression_error",
+}
+
+
+def _read_choice(event: CommunicationChosen, span: _Span) -> ChosenMethod:
     return ChosenMethod(
         at=event.at,
         # A resumed worker chooses before it has read the checkpoint.
-        from_step=int(records[0]["step"]) - 1 if records else event.step,
-        steps=len(records),
+        from_step=event.step if span.first_step is None else span.first_step - 1,
+        steps=span.steps,
         name=event.chosen,
         setting=event.setting,
         guarantee=event.guarantee,
         reason=event.reason,
-        expectations=tuple(_expect(event.predicted, records, max(event.setting.every, 1))),
-        compression_error=_usual(records, lambda record: record.get("compression_error")),
+        expectations=tuple(_expect(event.predicted, span)),
+        compression_error=span.usual["compression_error"].value,
         candidates=tuple(_candidates(event)),
         refused=event.refused,
         links=tuple(_links(event.links)) if event.links else (),
@@ -183,51 +243,32 @@ def _excluded_hosts(event: CommunicationChosen) -> Iterator[str]:
     yield from dict.fromkeys(host for rank, host in enumerate(hosts) if rank in event.excluded)
 
 
-def _expect(
-    predicted: ExchangePrediction | None, records: Sequence[Record], every: int
-) -> Iterator[Expectation]:
-    wait_s = max(predicted.exchange_s - predicted.hidden_s, 0.0) if predicted else None
-    rows: list[tuple[str, float | None, Callable[[Record], float | None]]] = [
-        ("step_s", predicted.step_s if predicted else None, step_s),
-        (
-            "exchange_s",
-            predicted.exchange_s if predicted else None,
-            lambda record: record.get("exchange_s"),
-        ),
-        ("wait_s", wait_s, lambda record: record.get("communication_s")),
-        (
-            "sent_bytes",
-            predicted.bytes_per_step if predicted else None,
-            lambda record: record.get("sent_bytes"),
-        ),
-    ]
-    for quantity, expected, read in rows:
-        measured = _usual(records, read, every=every)
-        if expected is None and measured is None:
+def _expect(predicted: ExchangePrediction | None, span: _Span) -> Iterator[Expectation]:
+    expected = (
+        {
+            "step_s": predicted.step_s,
+            "exchange_s": predicted.exchange_s,
+            "wait_s": max(predicted.exchange_s - predicted.hidden_s, 0.0),
+            "sent_bytes": predicted.bytes_per_step,
+        }
+        if predicted
+        else {}
+    )
+    for quantity in _QUANTITIES:
+        measured = span.usual[quantity].value
+        if expected.get(quantity) is None and measured is None:
             continue
         yield Expectation(
             quantity=quantity,
-            predicted=expected,
+            predicted=expected.get(quantity),
             measured=measured,
             # Fewer steps than between two exchanges say nothing about the exchange time.
-            ratio=_ratio(expected, measured) if len(records) >= every else None,
+            ratio=_ratio(expected.get(quantity), measured) if span.steps >= span.every else None,
         )
 
 
 def _ratio(predicted: float | None, measured: float | None) -> float | None:
     return measured / predicted if predicted and measured is not None else None
-
-
-def _usual(
-    records: Sequence[Record], read: Callable[[Record], float | None], *, every: int = 1
-) -> float | None:
-    """Median over spans of the mean step: each span holds as many exchanges as the next."""
-    matching_values = [
-        value for record in records if (value := read(record)) is not None and math.isfinite(value)
-    ]
-    whole = len(matching_values) - len(matching_values) % every or len(matching_values)
-    stretches = [matching_values[start : start + every] for start in range(0, whole, every)]
-    return median(fmean(stretch) for stretch in stretches) if stretches else None
 
 
 def _candidates(event: CommunicationChosen) -> Iterator[Candidate]:

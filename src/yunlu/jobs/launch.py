@@ -29,7 +29,7 @@ from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
     from yunlu.core.launch import LaunchInfo
-    from yunlu.jobs.run import RunRecord
+    from yunlu.jobs.run_record import RunRecord
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
 

@@ -30,8 +30,6 @@ from yunlu.executors.worker_process import (
     worker_lock_is_free,
 )
 from yunlu.jobs.run import (
-    RunRecord,
-    RunScan,
     detect_lost,
     error_of,
     log_tail,
@@ -40,9 +38,18 @@ from yunlu.jobs.run import (
     scan_directly,
     worker_of,
 )
+from yunlu.jobs.run_record import RunRecord, RunScan
 from yunlu.runs.events import StateChanged
 from yunlu.runs.fold import read_view
-from yunlu.runs.home import new_run, open_run, private_home, remove_stale, temporary_run
+from yunlu.runs.home import (
+    is_run_id,
+    new_run,
+    open_if_run,
+    open_run,
+    private_home,
+    remove_stale,
+    temporary_run,
+)
 from yunlu.runs.run_store import (
     Area,
     Document,
@@ -218,6 +225,8 @@ def stop(run: str | RunStore, *, now: bool = False) -> RunRecord:
 
 def find(name: str) -> RunStore:
     """Find a run by its id, a unique prefix of it, or ``last``."""
+    if is_run_id(name) and (run := open_if_run(home() / name)) is not None and new_record(run):
+        return run  # however many others there are
     scan = scan_runs()
     records = scan.records
     if name in scan.problems:

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from yunlu.core.secrets import mask, mask_value
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.jobs.communication import read_communication
+from yunlu.jobs.curve_buckets import thin
+from yunlu.jobs.logged_steps import part_totals, read_run_log
 from yunlu.jobs.report_model import (
     ClassScore,
     Comparison,
@@ -33,17 +35,7 @@ from yunlu.jobs.report_model import (
     SavedCheckpoint,
     TimeSplit,
 )
-from yunlu.jobs.run_log import (
-    part_totals,
-    parts_over_time,
-    points,
-    rates,
-    read_run_log,
-    samples_of_steps,
-    smooth,
-    step_s,
-    thin,
-)
+from yunlu.jobs.step_summary import summarise_steps
 from yunlu.jobs.worker_groups import first_failure, name_worker, read_samples, read_worker_groups
 from yunlu.runs.events import MemoryExhausted, PrecisionChanged, RolledBack, StepSkipped
 from yunlu.runs.run_store import read_raw_job
@@ -56,8 +48,10 @@ if TYPE_CHECKING:
 
     from yunlu.core.value import Value
     from yunlu.hardware.fleet import Device
+    from yunlu.jobs.curve_buckets import Point
+    from yunlu.jobs.logged_steps import RunLog
     from yunlu.jobs.report_model import WorkerGroupHistory
-    from yunlu.jobs.run_log import Point, Record, RunLog
+    from yunlu.jobs.step_summary import StepSummary
     from yunlu.planning.plan import Plan
     from yunlu.runs.events import DataOpened, EnvironmentRecorded, Evaluated
     from yunlu.runs.fold import Incident, RunView
@@ -67,12 +61,14 @@ _TOTALS = ("total_s", "dollars")
 _QUANTITIES = ("memory_bytes", "step_s", "samples_per_s", *_TOTALS)
 
 
-def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparison, ...]:
+def compare(
+    log: RunLog, summary: StepSummary, plan: Plan | None, *, complete: bool
+) -> tuple[Comparison, ...]:
     """Every quantity of a prediction, where known."""
     predicted = plan.prediction.model_dump() if plan else {}
     estimate = plan.estimate.model_dump() if plan and plan.estimate else {}
     intervals = estimate.get("intervals", {})
-    measured = _measured(log, predicted)
+    measured = _measured(log, summary, predicted)
     estimate = {
         # Without an interval the total has a part that was not predicted: start-up.
         quantity: value
@@ -102,21 +98,20 @@ def compare(log: RunLog, plan: Plan | None, *, complete: bool) -> tuple[Comparis
     return tuple(rows)
 
 
-def _measured(log: RunLog, predicted: dict[str, Any]) -> dict[str, float | None]:
+def _measured(
+    log: RunLog, summary: StepSummary, predicted: dict[str, Any]
+) -> dict[str, float | None]:
     """Measured by the worker; before it reports, computed from its records."""
     if log.view.measured is not None:
         return log.view.measured.model_dump()
-    memory = [value for _, value in points(log.records, "memory_bytes")]
-    samples = samples_of_steps(log.records)
     # As in the worker: a step consists of data wait and compute; a stall is not part of it.
-    busy = sorted(step_s(record) for record in log.records)
-    busy_s = sum(busy)
+    samples, busy_s = summary.samples, summary.busy_s
     total_s = log.wall_s or None
     price, planned_s = predicted.get("dollars"), predicted.get("total_s")
     return {
-        "memory_bytes": max(memory, default=None),
-        "step_s": busy[len(busy) // 2] if busy_s else None,
-        "samples_per_s": sum(samples.values()) / busy_s if busy_s and samples else None,
+        "memory_bytes": summary.memory_bytes,
+        "step_s": summary.step_s,
+        "samples_per_s": samples / busy_s if busy_s and samples else None,
         "total_s": total_s,
         "dollars": price * total_s / planned_s if price and planned_s and total_s else None,
     }
@@ -223,34 +218,15 @@ _FAR = 2.0
 """A batch this many times above or below the noise scale is reported."""
 
 
-def read_padding(records: Sequence[Record]) -> PaddingCost | None:
+def _padding_cost(summary: StepSummary) -> PaddingCost | None:
     """Tokens and padding of the whole run, where samples have lengths."""
-    tokens = sum(record["tokens"] for record in records if "tokens" in record)
-    if not tokens:
+    if not summary.tokens:
         return None
-    return PaddingCost(tokens=tokens, padding=sum(record.get("padding", 0.0) for record in records))
-
-
-def padding_shares(records: Sequence[Record]) -> list[Point]:
-    """Share of padding in each step's tokens."""
-    return [
-        (int(record["step"]), record.get("padding", 0.0) / record["tokens"])
-        for record in records
-        if record.get("tokens")
-    ]
-
-
-def true_tokens(records: Sequence[Record]) -> dict[int, float]:
-    """Tokens of each step that are not padding."""
-    return {
-        int(record["step"]): record["tokens"] - record.get("padding", 0.0)
-        for record in records
-        if "tokens" in record
-    }
+    return PaddingCost(tokens=summary.tokens, padding=summary.padding)
 
 
 def find_issues(
-    log: RunLog,
+    summary: StepSummary,
     *,
     plan: Plan | None,
     incidents: Sequence[Incident],
@@ -264,7 +240,7 @@ def find_issues(
         *_about_rollbacks(incidents),
         *_about_skips(incidents),
         *_about_precision(incidents),
-        *_about_noise(log.records),
+        *_about_noise(summary),
         *_about_padding(padding, plan),
     ]
     return tuple(Finding(key=key, fields=fields) for key, fields in result)
@@ -360,14 +336,12 @@ def _about_precision(incidents: Sequence[Incident]) -> Iterator[_Said]:
     yield "precision", fields | {"share": f"{moves[-1].low_share * 100:.0f} %"}
 
 
-def _about_noise(records: Sequence[Record]) -> Iterator[_Said]:
+def _about_noise(summary: StepSummary) -> Iterator[_Said]:
     """McCandlish et al. (2018), section 2.2: B samples teach 1 / (1 + scale / B) of the most."""
-    scales = [(step, scale) for step, scale in points(records, "noise_scale") if scale > 0]
-    late = [scale for _, scale in scales[len(scales) * 3 // 4 :] if math.isfinite(scale)]
-    sizes = list(samples_of_steps(records).values())
+    late, sizes = summary.late_noise.tolist(), summary.late_batches.tolist()
     if not late or not sizes:
         return
-    scale, batch = median(late), median(sizes[len(sizes) * 3 // 4 :])
+    scale, batch = median(late), median(sizes)
     index = "below" if batch * _FAR < scale else "above" if batch > scale * _FAR else "near"
     yield f"noise_{index}", {"batch": show_count(round(batch)), "scale": show_count(round(scale))}
 
@@ -392,8 +366,8 @@ def _read_report(run: RunStore) -> Report:
     state, plan, model = view.state, view.plan, view.model
     metric, evaluations = read_evaluations(log, wanted=plan.best_metric if plan else "auto")
     shown = detailed(log, evaluations)
-    newest = log.records[-1] if log.records else {}
-    incidents, padding = view.incidents, read_padding(log.records)
+    summary = summarise_steps(log.batches())
+    newest, incidents, padding = summary.newest, view.incidents, _padding_cost(summary)
     worker_group = read_worker_groups(log, read_samples(run))
     return Report(
         run_id=run.id,
@@ -414,12 +388,12 @@ def _read_report(run: RunStore) -> Report:
         job=job,
         job_yaml=_job_yaml(job),
         plan=plan,
-        comparisons=compare(log, plan, complete=state is RunState.FINISHED),
+        comparisons=compare(log, summary, plan, complete=state is RunState.FINISHED),
         headline=quote(metric, evaluations),
-        curves=_curves(log, evaluations),
-        time=_time_split(log),
+        curves=_curves(summary, evaluations),
+        time=_time_split(log, summary),
         findings=find_issues(
-            log, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
+            summary, plan=plan, incidents=incidents, padding=padding, worker_group=worker_group
         ),
         incidents=incidents,
         padding=padding,
@@ -491,74 +465,64 @@ def _finished_at(log: RunLog) -> float | None:
     return log.attempts[-1].ended_at if log.attempts else log.view.status.updated_at
 
 
-def _curves(log: RunLog, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
-    records = log.records
-    samples = samples_of_steps(records)
-    items = dict(points(records, "items"))
-    tokens = true_tokens(records)
-    # An estimate can be so far off that it is not a size.
-    noise = [(step, size) for step, size in points(records, "noise_scale") if 0 < size < math.inf]
+def _curves(summary: StepSummary, rows: Sequence[EvaluationRow]) -> tuple[Curve, ...]:
     validation = [row for row in rows if row.split == "validation"]
     metrics = dict.fromkeys(name for row in validation for name in row.metrics)
     drawn: dict[str, Sequence[Point]] = {
-        **_with_smoothed("train_loss", points(records, "loss")),
-        "validation_loss": [(row.step, row.loss) for row in validation if row.loss is not None],
+        **_drawn(summary, "loss", key="train_loss"),
+        "validation_loss": thin(
+            [(row.step, row.loss) for row in validation if row.loss is not None]
+        ),
         **{
-            f"validation/{name}": [
-                (row.step, row.metrics[name]) for row in validation if name in row.metrics
-            ]
+            f"validation/{name}": thin(
+                [(row.step, row.metrics[name]) for row in validation if name in row.metrics]
+            )
             for name in metrics
         },
-        "lr": points(records, "lr"),
-        **_with_smoothed("grad_norm", points(records, "grad_norm")),
-        **_with_smoothed("samples_per_s", rates(records, samples)),
-        # Where each sample is one item, or an item a token, the curve would repeat another.
-        **_with_smoothed(
-            "items_per_s", rates(records, items) if items != samples and not tokens else []
-        ),
-        **_with_smoothed("tokens_per_s", rates(records, tokens)),
-        **_with_smoothed("padding_share", padding_shares(records)),
-        "memory_bytes": points(records, "memory_bytes"),
-        **_with_smoothed("noise_scale", noise),
-        "batch": _batch_sizes(samples) if noise else [],
-        "low_share": points(records, "low_share"),
-        "loss_scale": points(records, "loss_scale"),
-        **_with_smoothed("exchange_s", points(records, "exchange_s")),
-        **_with_smoothed("sent_bytes", points(records, "sent_bytes")),
-        **_with_smoothed("compression_error", points(records, "compression_error")),
+        **_drawn(summary, "lr", is_smoothed=False),
+        **_drawn(summary, "grad_norm"),
+        **_drawn(summary, "samples_per_s"),
+        **_drawn(summary, "items_per_s"),
+        **_drawn(summary, "tokens_per_s"),
+        **_drawn(summary, "padding_share"),
+        **_drawn(summary, "memory_bytes", is_smoothed=False),
+        **_drawn(summary, "noise_scale"),
+        **_drawn(summary, "batch", is_smoothed=False),
+        **_drawn(summary, "low_share", is_smoothed=False),
+        **_drawn(summary, "loss_scale", is_smoothed=False),
+        **_drawn(summary, "exchange_s"),
+        **_drawn(summary, "sent_bytes"),
+        **_drawn(summary, "compression_error"),
     }
-    return tuple(_curve(key, curve) for key, curve in drawn.items() if curve)
-
-
-def _batch_sizes(samples: dict[int, float]) -> list[Point]:
-    """The batch over the steps; the short last batch of an epoch is not a change."""
-    sizes = list(samples.items())
-    return [
-        (step, max(size, *(near for _, near in sizes[max(0, i - 1) : i + 2])))
-        for i, (step, size) in enumerate(sizes)
-    ]
-
-
-def _with_smoothed(key: str, curve: Sequence[Point]) -> dict[str, Sequence[Point]]:
-    """The curve and a smoothed one; smoothed before thinning, so that it is exact."""
-    return {key: curve, f"{key}_smoothed": smooth(curve) if len(curve) >= 20 else []}
-
-
-def _curve(key: str, curve: Sequence[Point]) -> Curve:
-    retained = thin(curve)
-    return Curve(
-        key=key,
-        steps=tuple(step for step, _ in retained),
-        values=tuple(value for _, value in retained),
+    return tuple(
+        Curve(
+            key=key,
+            steps=tuple(step for step, _ in points),
+            values=tuple(value for _, value in points),
+        )
+        for key, points in drawn.items()
+        if points
     )
 
 
-def _time_split(log: RunLog) -> TimeSplit | None:
-    if not log.records:
+def _drawn(
+    summary: StepSummary, name: str, *, key: str | None = None, is_smoothed: bool = True
+) -> dict[str, Sequence[Point]]:
+    """The curve, and a smoothed one where there is something to smooth."""
+    curve = summary.curves.get(name)
+    if curve is None:
+        return {}
+    key = key or name
+    smoothed = thin(curve.smoothed()) if is_smoothed and curve.count >= 20 else []
+    return {key: curve.points(), f"{key}_smoothed": smoothed}
+
+
+def _time_split(log: RunLog, summary: StepSummary) -> TimeSplit | None:
+    if not summary.steps:
         return None
-    steps, shares = parts_over_time(log)
+    steps, shares = summary.shares
     return TimeSplit(
-        totals=part_totals(log),
+        totals=part_totals(log, summary.seconds),
         steps=tuple(steps),
         shares={part: tuple(values) for part, values in shares.items()},
     )

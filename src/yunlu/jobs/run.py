@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import TrainingError, YunluError, error_of_code
@@ -20,8 +19,9 @@ from yunlu.executors.worker_process import (
     running_workers,
     worker_lock_is_free,
 )
+from yunlu.jobs.run_record import UNREADABLE, RunRecord, RunScan, describe_problem
 from yunlu.runs.events import ErrorRaised, StateChanged, is_step
-from yunlu.runs.fold import RunSummary, advance, fold
+from yunlu.runs.fold import advance, fold
 from yunlu.runs.home import find_links, find_runs
 from yunlu.runs.run_store import WORKER_LOG, Document, Log, log_end
 from yunlu.runs.states import RunState, check_move
@@ -37,43 +37,6 @@ _TAIL_BYTES = 32_768
 MEMORY = "memory"
 """Error code of a run that was killed for exceeding its memory limit."""
 _MORE_MEMORY = "say what it needs (train.memory_gb), or give it more devices (--min-devices)"
-
-
-class RunRecord(RunSummary):
-    """One row of the index: state and progress after the events before ``offset``."""
-
-    id: str
-    name: str
-    task: str
-    model: str
-    offset: int = 0
-    """Bytes of ``events.jsonl`` that this record has taken in."""
-
-    @property
-    def progress(self) -> float | None:
-        """Share of the steps done."""
-        return min(1.0, self.step / self.steps) if self.step is not None and self.steps else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunScan:
-    """The runs of a home."""
-
-    records: tuple[RunRecord, ...] = ()
-    """Of the runs that can be read, newest first."""
-    problems: dict[str, str] = field(default_factory=dict[str, str])
-    """By name: what is wrong with those that cannot."""
-
-
-UNREADABLE = (YunluError, OSError, ValueError, RecursionError, TypeError, KeyError)
-"""Errors of a run whose files are damaged, or made to do harm: it must not hide the other runs."""
-
-
-def describe_problem(error: BaseException) -> str:
-    """What is wrong with a run that cannot be read."""
-    if isinstance(error, YunluError):
-        return error.message
-    return f"its files cannot be read: {type(error).__name__}: {error}"
 
 
 def scan_directly(home: Path) -> RunScan:
@@ -115,8 +78,10 @@ def replay(run: RunStore, record: RunRecord) -> RunRecord:
     """The record after the events that came since; from the start if the log was replaced."""
     if record.offset > log_end(run, Log.EVENTS):
         record = new_record(run) or record.model_copy(update={"offset": 0})
-    for event, offset in run.read_events(offset=record.offset):
-        record = advance_record(record, event, offset)
+    offset = record.offset
+    for event, after in run.read_events(offset=offset):
+        record, offset = advance(record, event, is_first=offset == 0), after
+    record = record.model_copy(update={"offset": offset})
     step = last_step(run) if record.state.is_active else None
     if step is not None and step > (record.step or 0):
         record = record.model_copy(update={"step": step})

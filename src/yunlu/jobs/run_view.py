@@ -10,16 +10,9 @@ from yunlu.core.errors import StoreError, YunluError, error_of_code
 from yunlu.core.secrets import mask
 from yunlu.core.value import Value
 from yunlu.executors.registry import unknown_executor
-from yunlu.jobs.run import (
-    UNREADABLE,
-    RunRecord,
-    describe_problem,
-    error_of,
-    log_tail,
-    remaining_s,
-)
+from yunlu.jobs.run import error_of, log_tail, remaining_s
 from yunlu.jobs.run_log import LogCursor, RunUpdate, end_of
-from yunlu.jobs.worker_groups import newest_worker_group
+from yunlu.jobs.run_record import ListedRun, RunRecord
 from yunlu.planning.plan import Plan
 from yunlu.runs.events import (  # noqa: TC001 - pydantic reads them
     BatchChanged,
@@ -28,43 +21,13 @@ from yunlu.runs.events import (  # noqa: TC001 - pydantic reads them
     Evaluated,
 )
 from yunlu.runs.fold import GroupGeneration, LostWorker, read_view
-from yunlu.runs.home import open_run
 from yunlu.runs.run_store import WORKER_LOG, Area, Document, Log, last_record
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from yunlu.jobs.run import RunScan
     from yunlu.runs.run_store import RunStore
 
 _LAST_LINES = 8
-
-
-class ListedRun(RunRecord):
-    """State and progress of a run."""
-
-    dir: str
-    """Its directory."""
-    eta_s: float | None = None
-    """Seconds until the last step at the recent pace; None where that is not known."""
-    caution: str = ""
-    """Why the state is only what the run's files say: another user's run, or an unknown executor."""
-    layout: str | None = None
-    """How several workers split the work; None where one worker trains."""
-    workers: int | None = None
-
-
-class RunList(Value):
-    """Runs, newest first."""
-
-    home: str
-    """Directory of all runs."""
-    runs: tuple[ListedRun, ...] = ()
-    older: int = 0
-    """Runs that are left out."""
-    problems: dict[str, str] = Field(default_factory=dict)
-    """By name: what is wrong with runs that cannot be read."""
 
 
 class RunDetails(ListedRun):
@@ -133,25 +96,6 @@ class LogText(Value):
     lines: tuple[str, ...] = ()
     end: int = 0
     """Offset after the last line."""
-
-
-def list_records(home: Path, scan: RunScan, *, most: int | None = None) -> RunList:
-    """State and progress of the newest runs of a home, and of those that are active."""
-    shown = [
-        record
-        for index, record in enumerate(scan.records)
-        if most is None or index < most or record.state.is_active
-    ]
-    runs: list[ListedRun] = []
-    problems = dict(scan.problems)
-    for record in shown:
-        try:
-            runs.append(list_run(open_run(home / record.id), record))
-        except UNREADABLE as error:
-            problems[record.id] = describe_problem(error)
-    return RunList(
-        home=str(home), runs=tuple(runs), older=len(scan.records) - len(shown), problems=problems
-    )
 
 
 def list_run(run: RunStore, record: RunRecord) -> ListedRun:
@@ -235,15 +179,19 @@ def read_text_log(
 
 
 def _summary(run: RunStore, record: RunRecord) -> dict[str, Any]:
-    group = newest_worker_group(run)
     return {
         **{name: getattr(record, name) for name in RunRecord.model_fields},
         "dir": run.address,
         "caution": _find_caution(run, record),
         "eta_s": remaining_s(run, record) if record.state.is_active else None,
-        "layout": group.layout if group else None,
-        "workers": len(group.ranks) if group else None,
     }
+
+
+def newest_worker_group(run: RunStore) -> GroupGeneration | None:
+    """The current layout of a run; None where it has a single worker."""
+    if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
+        return None  # avoids reading every log when many runs are listed
+    return read_view(run).worker_group
 
 
 def _find_caution(run: RunStore, record: RunRecord) -> str:

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from yunlu.jobs.run_log import RunUpdate
-    from yunlu.jobs.run_view import ListedRun, LogText, RunDetails, RunFailure, StartedRun
+    from yunlu.jobs.run_record import ListedRun
+    from yunlu.jobs.run_view import LogText, RunDetails, RunFailure, StartedRun
     from yunlu.spec.job import Job
 
 _TOTAL_S, _RUN_S = 600.0, 200.0

@@ -8,18 +8,26 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from yunlu.jobs.curve_buckets import CurveBuckets, thin
 from yunlu.jobs.report_model import WorkerGroupHistory, WorkerStats
-from yunlu.jobs.run_log import held_up_s, number, step_s, thin
-from yunlu.runs.fold import read_view
-from yunlu.runs.run_store import Area, Document, Log
+from yunlu.jobs.step_summary import held_up_seconds, step_seconds
+from yunlu.runs.run_store import Log
+from yunlu.runs.step_batches import find_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from yunlu.jobs.run_log import Point, Record, RunLog
+    from yunlu.jobs.curve_buckets import Point
+    from yunlu.jobs.logged_steps import RunLog
     from yunlu.runs.events import ErrorRaised, StragglerSeen, WorkerLost
     from yunlu.runs.fold import GroupGeneration, LostWorker, RunView
     from yunlu.runs.run_store import RunStore
+    from yunlu.runs.step_batches import StepBatch
+
+FloatArray = NDArray[np.float64]
 
 _Key = tuple[int, int]
 """Attempt and generation."""
@@ -33,19 +41,19 @@ def read_worker_groups(
     changes, faults = log.view.worker_groups, log.view.lost_workers
     if not changes:
         return None
-    records = [record for record in log.records if "at" in record]
     pauses = _pauses(log)
-    wall_s, lost = _time_lost(records, changes, pauses)
-    lost_s = sum(lost.values())
-    busy_s = sum(step_s(record) for record in records)
-    waited_s = sum(record.get("communication_s", 0.0) for record in records)
-    elapsed_s, done_steps = _course(records, pauses)
+    course = _Course(changes, pauses)
+    with np.errstate(all="ignore"):  # damaged records have any numbers
+        for batch in log.batches():
+            course.add(batch.take(batch.has("at")))
+    wall_s, lost, lost_s = course.wall_s, course.lost, sum(course.lost.values())
+    points = course.done.points() if course.done.count else []
     return WorkerGroupHistory(
         effective=1 - lost_s / wall_s if wall_s > 0 else None,
         wall_s=wall_s,
         lost_s=lost_s,
         redone_steps=sum(change.redone_steps for change in changes),
-        communication_share=waited_s / busy_s if busy_s else None,
+        communication_share=course.waited_s / course.busy_s if course.busy_s else None,
         changes=tuple(
             change.model_copy(update={"lost_s": lost.get(change.key, change.lost_s)})
             for change in changes
@@ -53,10 +61,10 @@ def read_worker_groups(
         faults=faults,
         stragglers=tuple(seen for seen in log.view.stragglers if not seen.recovered),
         workers=tuple(_members(changes, faults, samples)),
-        began_at=records[0]["at"] - step_s(records[0]) if records else changes[0].at,
+        began_at=changes[0].at if course.began_at is None else course.began_at,
         pauses=pauses,
-        elapsed_s=elapsed_s,
-        done_steps=done_steps,
+        elapsed_s=tuple(ms / 1000 for ms, _ in points),
+        done_steps=tuple(int(step) for _, step in points),
     )
 
 
@@ -65,13 +73,6 @@ def read_samples(run: RunStore) -> Iterator[dict[str, Any]]:
     for record, _ in run.read_log(Log.RANK_METRICS):
         if isinstance(record, dict):
             yield record
-
-
-def newest_worker_group(run: RunStore) -> GroupGeneration | None:
-    """The current layout of a run; None where it has a single worker."""
-    if not any(map(run.has, (Document.WORKER_GROUP, Log.RANK_METRICS, Area.LOGS))):
-        return None  # avoids reading every log when many runs are listed
-    return read_view(run).worker_group
 
 
 def name_worker(worker: LostWorker | WorkerLost | StragglerSeen | ErrorRaised) -> str:
@@ -94,28 +95,97 @@ def first_failure(view: RunView) -> LostWorker | None:
     return next((lost for lost in failed if lost.attempt == newest), None)
 
 
-def _time_lost(
-    records: Sequence[Record],
-    changes: Sequence[GroupGeneration],
-    pauses: Sequence[tuple[float, float]],
-) -> tuple[float, dict[_Key, float]]:
-    """Seconds since the first step, and the time lost by each change.
+class _Course:
+    """Time and steps of a group, from its records in order.
 
     Within a generation all time counts as used: an evaluation or a checkpoint is work too. Between
     two steps of different generations only the later step itself does, so that steps which had
     to be done again are lost as a whole.
     """
-    wall_s = step_s(records[0]) if records else 0.0
-    lost: dict[_Key, float] = {}
-    for before, after in pairwise(records):
-        gap_s = _span_s(before["at"], after["at"], pauses)
-        wall_s += gap_s
-        if _key(before) == _key(after):
-            continue
-        between = [change for change in changes if _key(before) < change.key <= _key(after)]
-        cause = between[0].key if between else _key(after)
-        lost[cause] = max(gap_s - held_up_s(before) - step_s(after), 0.0)
-    return wall_s, lost
+
+    def __init__(
+        self, changes: Sequence[GroupGeneration], pauses: Sequence[tuple[float, float]]
+    ) -> None:
+        self._changes, self._pauses = changes, pauses
+        self._before: _Instant | None = None
+        self.began_at: float | None = None
+        """When the first step began."""
+        self.wall_s = self.busy_s = self.waited_s = 0.0
+        """Of the wall, the seconds since the first step began."""
+        self.lost: dict[_Key, float] = {}
+        """Seconds by the change that caused it."""
+        self.done = CurveBuckets()
+        """Steps done over milliseconds; flat while nothing new was done."""
+
+    def add(self, batch: StepBatch) -> None:
+        if not batch.size:
+            return
+        at, seconds, held_up = batch.get("at"), step_seconds(batch), held_up_seconds(batch)
+        attempts, generations = batch.get("attempt", 1.0), batch.get("generation")
+        self.busy_s += float(seconds.sum())
+        self.waited_s += float(batch.get("communication_s").sum())
+        before = self._before
+        if before is None:
+            self.began_at = float(at[0] - seconds[0])
+            self.wall_s = float(seconds[0])
+            self.done.add(np.zeros(1), batch.step[:1] - 1)
+            key = _key(attempts[0], generations[0])
+            before = _Instant(at=float(at[0]), step=float(batch.step[0]), held_up_s=0.0, key=key)
+        began_at = self.began_at or 0.0
+        since = np.concatenate(([before.at], at[:-1]))
+        gaps = self._spans_s(since, at)
+        self.wall_s += float(gaps.sum())
+        milliseconds = np.rint(self._spans_s(np.full(batch.size, began_at), at) * 1000)
+        is_new = np.concatenate(
+            (
+                [_key(attempts[0], generations[0]) != before.key],
+                (np.diff(attempts) != 0) | (np.diff(generations) != 0),
+            )
+        )
+        changed = np.flatnonzero(is_new)
+        steps_before = np.concatenate(([before.step], batch.step[:-1]))
+        held_before = np.concatenate(([before.held_up_s], held_up[:-1]))
+        for index in changed:
+            old = before.key if index == 0 else _key(attempts[index - 1], generations[index - 1])
+            self._lose(
+                old,
+                _key(attempts[index], generations[index]),
+                float(gaps[index] - held_before[index] - seconds[index]),
+            )
+        resumed_at = at[changed] - seconds[changed]
+        resumed = np.rint(self._spans_s(np.full(len(changed), began_at), resumed_at) * 1000)
+        self.done.add(
+            np.insert(milliseconds, changed, resumed),
+            np.insert(batch.step, changed, steps_before[changed]),
+        )
+        self._before = _Instant(
+            at=float(at[-1]),
+            step=float(batch.step[-1]),
+            held_up_s=float(held_up[-1]),
+            key=_key(attempts[-1], generations[-1]),
+        )
+
+    def _lose(self, before: _Key, after: _Key, seconds: float) -> None:
+        between = [change for change in self._changes if before < change.key <= after]
+        self.lost[between[0].key if between else after] = max(seconds, 0.0)
+
+    def _spans_s(self, since: FloatArray, until: FloatArray) -> FloatArray:
+        """Seconds from one instant to another, without the pauses."""
+        spans = until - since
+        for start, end in self._pauses:
+            overlap = np.minimum(until, end) - np.maximum(since, start)
+            spans = spans - np.maximum(overlap, 0.0)
+        return np.maximum(spans, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instant:
+    """The end of a step."""
+
+    at: float
+    step: float
+    held_up_s: float
+    key: _Key
 
 
 def _pauses(log: RunLog) -> tuple[tuple[float, float], ...]:
@@ -125,31 +195,6 @@ def _pauses(log: RunLog) -> tuple[tuple[float, float], ...]:
         for before, after in pairwise(log.attempts)
         if after.started_at > before.ended_at
     )
-
-
-def _span_s(since: float, until: float, pauses: Sequence[tuple[float, float]]) -> float:
-    paused = sum(max(min(until, end) - max(since, start), 0.0) for start, end in pauses)
-    return max(until - since - paused, 0.0)
-
-
-def _course(
-    records: Sequence[Record], pauses: Sequence[tuple[float, float]]
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Steps done over time; flat while nothing new was done."""
-    if not records:
-        return (), ()
-    began_at = records[0]["at"] - step_s(records[0])
-    # Milliseconds: whole numbers, as points have them on their first axis.
-    points: list[Point] = [(0, records[0]["step"] - 1)]
-    before = records[0]
-    for after in records:
-        if _key(before) != _key(after):
-            resumed_at = after["at"] - step_s(after)
-            points.append((_ms(_span_s(began_at, resumed_at, pauses)), before["step"]))
-        points.append((_ms(_span_s(began_at, after["at"], pauses)), after["step"]))
-        before = after
-    retained = thin(points)
-    return tuple(ms / 1000 for ms, _ in retained), tuple(int(step) for _, step in retained)
 
 
 @dataclass(slots=True)
@@ -206,10 +251,10 @@ def _sum_up(samples: Iterable[dict[str, Any]]) -> dict[str, _Sums]:
 
 
 def _add(own: _Sums, sample: dict[str, Any], step: int | None) -> None:
-    memory = number(sample.get("memory_bytes"))
+    memory = find_number(sample.get("memory_bytes"))
     if memory is not None and math.isfinite(memory):
         own.memory_bytes = max(own.memory_bytes or 0.0, memory)
-    took, waited = number(sample.get("step_s")), number(sample.get("wait_s")) or 0.0
+    took, waited = find_number(sample.get("step_s")), find_number(sample.get("wait_s")) or 0.0
     if not took or not math.isfinite(took + waited):
         return  # it has not done a step yet
     own.step_s, own.wait_s, own.count = own.step_s + took, own.wait_s + waited, own.count + 1
@@ -219,18 +264,14 @@ def _add(own: _Sums, sample: dict[str, Any], step: int | None) -> None:
         own.compute.append((step, max(took - waited, 0.0)))
 
 
-def _key(record: Record) -> _Key:
-    return int(record.get("attempt", 1)), int(record.get("generation", 0))
+def _key(attempt: float, generation: float) -> _Key:
+    return int(attempt), int(generation)
 
 
 def _whole(value: object) -> int | None:
-    result = number(value)
+    result = find_number(value)
     return int(result) if result is not None and math.isfinite(result) else None
 
 
 def _text(value: object) -> str:
     return "?" if value is None else str(value)
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)

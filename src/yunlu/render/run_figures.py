@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from yunlu.core.units import show_bytes, show_duration
-from yunlu.jobs.run_log import PARTS
+from yunlu.jobs.step_summary import PARTS
 from yunlu.planning.layouts import AXES
 from yunlu.render.figure_values import (
     NUM_COLOURS,

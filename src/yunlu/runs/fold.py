@@ -37,6 +37,7 @@ from yunlu.runs.events import (
     WorkerLost,
 )
 from yunlu.runs.states import RunState, replay_move
+from yunlu.runs.summary import RunSummary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,22 +47,6 @@ if TYPE_CHECKING:
 
 Incident = StepSkipped | RolledBack | MemoryExhausted | PrecisionChanged
 """What the engine did about trouble, or to avoid it."""
-
-
-class RunSummary(Value):
-    """State and progress of a run in a few numbers."""
-
-    state: RunState = RunState.PENDING
-    created_at: float = 0.0
-    updated_at: float = 0.0
-    pid: int | None = None
-    process_started_at: float | None = None
-    step: int | None = None
-    steps: int | None = None
-    metric: str | None = None
-    """Name of the metric that people quote for this task."""
-    metric_value: float | None = None
-    error: str | None = None
 
 
 StatusT = TypeVar("StatusT", bound=RunSummary)
@@ -89,6 +74,8 @@ def advance(status: StatusT, event: Event, *, is_first: bool = False) -> StatusT
             changes["step"] = max(status.step or 0, event.step)
         case ErrorRaised():
             changes["error"] = event.message
+        case WorkerGroupFormed():
+            changes |= {"layout": event.layout, "workers": len(event.ranks)}
         case _:
             pass
     return status.model_copy(update=changes)

@@ -32,7 +32,8 @@ from yunlu.core.files import (
     write_atomically,
 )
 from yunlu.core.settings import read_settings
-from yunlu.runs.run_store import Area, Claim, Document, ItemStat, RunStore
+from yunlu.runs.changes import mark_changed
+from yunlu.runs.run_store import Area, Claim, Document, ItemStat, Log, RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -214,6 +215,8 @@ class DirectoryRunStore(RunStore):
 
     def append(self, log: str, records: Iterable[Any]) -> None:
         append_lines(self.path / log, records)
+        if log == Log.EVENTS:
+            mark_changed(self.path.parent, self.path.name)
 
     def read_log(self, log: str, *, offset: int = 0) -> Iterator[tuple[Any, int]]:
         yield from read_lines(self.path / log, offset=offset, below=self.path)

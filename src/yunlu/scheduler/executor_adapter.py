@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from yunlu.executors.executor import Executor, RunStatus
     from yunlu.hardware.fleet import Node, Placement
-    from yunlu.jobs.run import RunRecord
+    from yunlu.jobs.run_record import RunRecord
     from yunlu.runs.run_store import RunStore
     from yunlu.scheduler.allocation_record import Shares
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from yunlu.runs.metric_writer import MetricWriter
 from yunlu.runs.run_store import Area, Claim, Document, Log, last_record, log_end, text_logs
 
 if TYPE_CHECKING:
@@ -129,6 +130,20 @@ class RunStoreContract:
             fresh = list(self.reopen(run).read_log(Log.LEDGER, offset=offset))
             assert [record for record, _ in fresh] == [{"step": step}]
             offset = fresh[-1][1]
+
+    def test_metrics_are_one_log_wherever_they_are_kept(self) -> None:
+        """Older ones are sealed; positions that readers were given stay."""
+        run = self.make_store()
+        writer = MetricWriter(run)
+        writer.append([{"step": step, "at": 1.0, "loss": 1 / step} for step in range(1, 801)])
+        before = list(self.reopen(run).read_metrics())
+        writer.close()
+        assert self.reopen(run).names(Area.METRICS)
+        assert list(self.reopen(run).read_metrics()) == before
+        end = run.metric_end()
+        writer.append([{"step": 801, "at": 2.0}])
+        assert [one["step"] for one, _ in self.reopen(run).read_metrics(offset=end)] == [801]
+        assert last_record(run, Log.METRICS)["step"] == 801
 
     def test_a_claim_is_held_by_one_at_a_time(self) -> None:
         """And free again when its holder leaves, also by an error."""

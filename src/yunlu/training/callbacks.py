@@ -16,7 +16,8 @@ from yunlu.runs.events import (
     StateChanged,
     StepSkipped,
 )
-from yunlu.runs.run_store import Area, Document, Log, read_number
+from yunlu.runs.metric_writer import MetricWriter
+from yunlu.runs.run_store import Area, Document, read_number
 from yunlu.runs.states import RunState
 from yunlu.spec.search import lower_is_better
 from yunlu.training.attempt import StopRequestedError
@@ -65,6 +66,7 @@ class MetricLog:
         forward: Callable[[dict[str, float], int], None],
     ) -> None:
         self._run = run
+        self._writer = MetricWriter(run)
         self._device = device
         self._attempt = attempt
         self._forward = forward
@@ -102,11 +104,16 @@ class MetricLog:
         memory = self._memory_bytes()
         for record in records:
             record["memory_bytes"] = memory
-        self._run.append(Log.METRICS, records)
+        self._writer.append(records)
         # Trackers get a sample of the points; the log above has them all.
         stride = -(-len(records) // _TRACKED_PER_FLUSH)
         for record in records[::-stride][::-1]:
             self._forward(_for_trackers(record), record["step"])
+
+    def close(self) -> None:
+        """Write pending records, and pack what was written, if it is much."""
+        self.flush()
+        self._writer.close()
 
     def _memory_bytes(self) -> int:
         peak = max_memory_bytes(self._device)

@@ -26,6 +26,8 @@ from yunlu.runs.events import (
 )
 from yunlu.runs.run_store import Area
 from yunlu.runs.states import RunState
+from yunlu.runs.step_batches import LatestSteps
+from yunlu.runs.value_sample import ValueSample
 from yunlu.training.attempt import StopRequestedError, change_state, describe_environment
 from yunlu.training.determinism import seed_everything, set_deterministic
 from yunlu.training.engine import Engine
@@ -172,7 +174,7 @@ class Runner:
                 raise
             finally:
                 with suppress(OSError, TrainingError):  # an earlier failure takes precedence
-                    self.callbacks.log.flush()
+                    self.callbacks.log.close()
                 topology.release(self, state)
                 if state is RunState.RUNNING:  # goes on elsewhere
                     self.trackers.close()
@@ -268,19 +270,21 @@ def _assemble_model(engine: Engine, template: nn.Module | None) -> nn.Module | N
 
 def measure_run(directory: RunStore, *, samples: int, machine: Machine) -> Measurement:
     """Memory, step time, throughput, total time and cost of a run that is about to finish."""
-    # A step that a later attempt repeated is logged twice; the later record wins. Two numbers of each
-    # step, not its record: millions of records would not fit into memory beside the model.
-    spans_s, memory_bytes = dict[int, float](), 0
-    for record, _ in directory.read_metrics():
-        spans_s[record["step"]] = record["data_s"] + record["compute_s"]
-        memory_bytes = max(memory_bytes, record.get("memory_bytes", 0))
-    spans = list(spans_s.values())
+    # A step that a later attempt repeated counts once. Sums and a sample, not the steps themselves: millions
+    # of them would not fit into memory beside the model.
+    spans, busy_s, memory_bytes = ValueSample(), 0.0, 0.0
+    for batch in LatestSteps(directory).batches():
+        seconds = batch.get("data_s") + batch.get("compute_s")
+        spans.add(seconds)
+        busy_s += float(seconds.sum())
+        memory_bytes = max(memory_bytes, float(batch.get("memory_bytes").max()))
+    steps_s = spans.values.tolist()
     total_s = _active_seconds(directory)
     price = machine.dollars_per_hour
     return Measurement(
-        memory_bytes=memory_bytes,
-        step_s=median(spans) if spans else 0.0,
-        samples_per_s=samples / sum(spans) if spans else 0.0,
+        memory_bytes=int(memory_bytes),
+        step_s=median(steps_s) if steps_s else 0.0,
+        samples_per_s=samples / busy_s if busy_s else 0.0,
         total_s=total_s,
         dollars=None if price is None else price * total_s / 3600,
     )

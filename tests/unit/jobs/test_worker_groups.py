@@ -15,10 +15,11 @@ from rich.console import Console
 
 from tests.sample_events import sample
 from yunlu.core.files import append_lines
+from yunlu.jobs.logged_steps import RunLog
 from yunlu.jobs.report_builder import build_report
 from yunlu.jobs.report_model import Report
-from yunlu.jobs.run_log import RunLog
-from yunlu.jobs.worker_groups import newest_worker_group, read_samples, read_worker_groups
+from yunlu.jobs.run_view import newest_worker_group
+from yunlu.jobs.worker_groups import read_samples, read_worker_groups
 from yunlu.planning.layouts import Layout, parse_layout
 from yunlu.render.format import show_finding
 from yunlu.render.run_figures import layout_figure
@@ -37,9 +38,12 @@ from yunlu.runs.events import (
 from yunlu.runs.fold import fold
 from yunlu.runs.run_store import Document, Log, RunStore
 from yunlu.runs.states import RunState
+from yunlu.runs.step_batches import to_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from yunlu.runs.step_batches import StepBatch
 
 RUNS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("test_report_builder.py")))
 SCRIPT: str = RUNS["SCRIPT"]
@@ -281,6 +285,17 @@ def test_steps_done_again_are_lost_time_and_undo_what_they_replace(tmp_path: Pat
     assert list(report.worker_group.done_steps) == sorted(report.worker_group.done_steps)
 
 
+class Given:
+    """Steps without a run, a few at a time."""
+
+    def __init__(self, records: list[dict[str, float]]) -> None:
+        self.records = records
+
+    def batches(self) -> Iterator[StepBatch]:
+        for first in range(0, len(self.records), 3):
+            yield to_batch(self.records[first : first + 3])
+
+
 @given(
     st.lists(st.tuples(st.floats(0.0, 50.0), st.integers(1, 9)), min_size=1, max_size=6),
     st.floats(0.01, 2.0),
@@ -296,7 +311,7 @@ def test_used_and_lost_time_add_up(changes: list[tuple[float, int]], step_s: flo
         for _ in range(steps):
             now, step = now + step_s, step + 1
             records.append({"step": step, "at": now, "compute_s": step_s, "generation": generation})
-    group = read_worker_groups(RunLog(view=fold(events), records=records, attempts=[]))
+    group = read_worker_groups(RunLog(view=fold(events), steps=Given(records), attempts=[]))
 
     assert group is not None
     lost = sum(pause_s for pause_s, _ in changes[1:])
@@ -382,7 +397,7 @@ def test_the_page_pictures_every_layout(tmp_path: Path) -> None:
 def test_the_same_colour_means_the_same_part_of_the_weights(layout: Layout) -> None:
     ranks = [layout.place_of(rank)._asdict() for rank in range(layout.world)]
     event = sample(WorkerGroupFormed, layout=str(layout), ranks=ranks)
-    group = read_worker_groups(RunLog(view=fold([event]), records=[], attempts=[]))
+    group = read_worker_groups(RunLog(view=fold([event]), steps=Given([]), attempts=[]))
     assert group is not None
     figure = layout_figure(group, group.newest)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from yunlu.runs.run_store import Claim, Document, Log
 
 SOURCE = Path(__file__).parents[3] / "src" / "yunlu"
-STORE = {SOURCE / "runs" / name for name in ("run_store.py", "home.py")}
+STORE = {SOURCE / "runs" / name for name in ("run_store.py", "items.py", "home.py")}
 OWN_NAMES = {
     # An exported model holds a copy of its job, for whoever gets the model without the run.
     SOURCE / "training" / "export.py": {Document.JOB},

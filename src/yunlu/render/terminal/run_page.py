@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.render.terminal.event_lines import communication_line, fault_line, plan_block
 from yunlu.render.terminal.page import ACCENT, indented, plain_table, state_text
 from yunlu.runs.states import RunState
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from yunlu.jobs.run_view import ListedRun, RunDetails
+    from yunlu.jobs.run_record import ListedRun
+    from yunlu.jobs.run_view import RunDetails
     from yunlu.runs.events import BatchChanged, CheckpointSaved, Evaluated
     from yunlu.runs.fold import GroupGeneration
 
@@ -29,6 +29,12 @@ _FEW = 8
 
 def run_page(run: RunDetails) -> RenderableType:
     """State, plan, workers, evaluations, checkpoints and warnings; not the paths."""
+    from yunlu.render.terminal.event_lines import (  # noqa: PLC0415 (slow to import; no list needs it)
+        communication_line,
+        fault_line,
+        plan_block,
+    )
+
     parts: list[RenderableType] = [*_head(run)]
     if run.plan is not None:
         parts.append(plan_block(run.plan))

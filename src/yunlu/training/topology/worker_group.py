@@ -110,7 +110,7 @@ class WorkerGroupLog(MetricLog):
         missing_counts = gather_json(len(records) + len(entries))
         rank = dist.get_rank() if dist.is_initialized() else 0
         if any(missing_counts) and missing_counts.index(max(missing_counts)) == rank:
-            self._run.append(Log.METRICS, records)
+            self._writer.append(records)
             self._run.append(Log.LEDGER, entries)
 
     def add(self, record: dict[str, Any]) -> None:

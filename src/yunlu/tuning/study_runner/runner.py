@@ -43,7 +43,7 @@ from yunlu.tuning.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from yunlu.jobs.run import RunRecord
+    from yunlu.jobs.run_record import RunRecord
     from yunlu.runs.run_store import RunStore
     from yunlu.tuning.facts import StudyState, StudyView, TrialFacts
     from yunlu.tuning.records import Records

@@ -19,7 +19,14 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import check_home, check_regular, create_private, make_directory, open_lock
+from yunlu.core.files import (
+    WRITABLE_HOME,
+    check_home,
+    check_regular,
+    create_private,
+    make_directory,
+    open_lock,
+)
 from yunlu.jobs.run import (
     UNREADABLE,
     RunRecord,
@@ -70,7 +77,10 @@ class RunIndex:
             self._is_ready = False
             self._retry(self._ensure_schema)
         except OSError as error:
-            raise StoreError(f"the run store {home} cannot be used: {error}") from error
+            raise StoreError(
+                f"the run store {home} cannot be used: {error.strerror or error}",
+                hint=WRITABLE_HOME,
+            ) from error
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo docs wheel test test-long fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
+.PHONY: demo docs wheel test test-long screens first-hour fuzz audit lint types check install clean bench-trainers bench-parallel bench-faults bench-comm bench-pool bench-pool-live bench-tune bench-tune-live bench-published
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.train
@@ -25,6 +25,14 @@ test: $(VENV)/.dev
 # Examples that train for a minute each.
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+# What every command shows at every width, stored anew: look at the difference before you commit it.
+screens: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/screens --write-screens
+
+# A newcomer's first hour, counted: commands, lines written, CPU seconds, lines of output beyond 80 columns.
+first-hour: $(VENV)/.dev
+	$(BIN)/python scripts/first_hour $(ARGS)
 
 # Property tests with random examples, again and again with other seeds until the time is over, or until one
 # fails: keep what it prints as an @example of that test. Narrow it with ARGS, e.g. ARGS=tests/unit/scheduler.

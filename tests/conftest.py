@@ -32,6 +32,13 @@ settings.register_profile(
 settings.load_profile("yunlu")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``make screens``."""
+    parser.addoption(
+        "--write-screens", action="store_true", help="store what commands show anew (tests/screens)"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw examples that depend on nothing but the test; start programs that Ctrl-C ends."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
@@ -73,6 +80,7 @@ def own_home(
     home, cache = tmp_path / "home", tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("YUNLU_HOME", str(home))
     monkeypatch.setenv("YUNLU_LANG", "en")
+    monkeypatch.delenv("COLUMNS", raising=False)  # output is as wide as this says
     monkeypatch.setenv("YUNLU_CACHE", str(cache))
     monkeypatch.setenv("YUNLU_CONFIG", str(tmp_path / "config"))
     # Synthetic data are kept between tests and runs: speaking it takes half a minute. Lessons are not.

@@ -10,7 +10,13 @@ from rich.text import Text
 
 from yunlu.client import default_client
 from yunlu.core.errors import YunluError
-from yunlu.render.terminal.page import indented, make_console, print_json, print_value
+from yunlu.render.terminal.page import (
+    indented,
+    make_console,
+    print_json,
+    print_lines,
+    print_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,21 +79,23 @@ def list_catalog(
 
     console = make_console()
     if not offers:
-        console.print("nothing fits; leave out an option, or raise --max-price")
+        print_lines(console, Text("nothing fits; leave out an option, or raise --max-price"))
         return 0
     if not any((gpu, cloud, region, spot, max_price, all)):
         console.print(indented(summary_table(client.offered_devices())))
-        console.print(
-            " yunlu catalog --gpu NAME lists offers; show NAME shows details", style="dim"
+        print_lines(
+            console,
+            Text(" yunlu catalog --gpu NAME lists offers; show NAME shows details", style="dim"),
         )
         return 0
     shown = offers if all else _cheapest_places(offers)[:_FEW]
     console.print(indented(offers_table(shown, spot=spot)))
     if any(offer.assumes_network or offer.has_floor_price for offer in shown):
-        console.print(f" {_DIM}", style="dim")
+        print_lines(console, Text(f" {_DIM}", style="dim"))
     if len(shown) < len(offers):
-        console.print(
-            f" {len(shown)} of {len(offers)} offers: yunlu catalog ... --all", style="dim"
+        print_lines(
+            console,
+            Text(f" {len(shown)} of {len(offers)} offers: yunlu catalog ... --all", style="dim"),
         )
     return 0
 
@@ -113,7 +121,8 @@ def show(device: str, /, *, json: bool = False) -> int:
         cheapest = _cheapest_places(page.offers)[:_FEW_OF_DEVICE]
         console.print(indented(offers_table(cheapest, spot=False)))
     else:
-        console.print(Text(" no offer is known: yunlu catalog add FILE adds one", style="dim"))
+        text = " no offer is known: yunlu catalog add FILE adds one"
+        print_lines(console, Text(text, style="dim"))
     return 0
 
 
@@ -139,8 +148,8 @@ def update(source: Path, /, *, cloud: Names = None, json: bool = False) -> int:
             (f" {table.cloud:<16}", "bold"), f"{table.rows:>6} rows → {table.offers:>4} offers"
         )
         reasons = ", ".join(f"{count} {reason}" for reason, count in table.skipped.items())
-        console.print(line.append(f"   left out: {reasons}" if reasons else "", style="dim"))
-    console.print(f" kept in {tables[0].home}", style="dim")
+        print_lines(console, line.append(f"   left out: {reasons}" if reasons else "", style="dim"))
+    print_lines(console, Text(f" kept in {tables[0].home}", style="dim"))
     return 0
 
 
@@ -158,7 +167,9 @@ def add(file: Path, /) -> int:
     for machine in added.machines:
         if machine.cost:
             price = f"{machine.cost.dollars_per_hour:,.2f}"
-            console.print(f" {machine.name}: {price} $ for each hour of work", style="dim")
+            print_lines(
+                console, Text(f" {machine.name}: {price} $ for each hour of work", style="dim")
+            )
     return 0
 
 
@@ -208,7 +219,9 @@ def _list_devices(client: Client, gpu: str | None, *, json: bool) -> int:
 
     console = make_console()
     console.print(indented(devices_table(devices)))
-    console.print(" yunlu catalog show NAME shows the source of each figure", style="dim")
+    print_lines(
+        console, Text(" yunlu catalog show NAME shows the source of each figure", style="dim")
+    )
     return 0
 
 

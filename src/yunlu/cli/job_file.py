@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.text import Text
 
 from yunlu.client import default_client
 from yunlu.core.errors import JobError, YunluError
 from yunlu.core.files import write_atomically
-from yunlu.render.terminal.page import print_json, print_text
+from yunlu.render.terminal.page import make_console, print_json, print_lines, print_text
 
 
 def init(
@@ -58,13 +59,14 @@ def init(
     following = f"yunlu train {output}" if from_ is None else f"yunlu validate {output}"
     if missing:
         following = f"fill in {', '.join(missing)}, then: {following}"
-    print_text(f"Wrote {output}. Next: {following}")
+    console = make_console()
+    print_lines(console, Text(f"Wrote {output}. Next: {following}"))
     if (
         data is not None
         and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", data)
         and not Path(data).exists()
     ):
-        print_text(f"Note: {data} does not exist yet.")
+        print_lines(console, Text(f"Note: {data} does not exist yet."))
 
 
 def _draft(source: Path, task: str | None, data: str | None) -> tuple[str, tuple[str, ...]]:
@@ -100,7 +102,9 @@ def validate(
         return 0 if result.is_valid else 1
     from yunlu.render.terminal.plan_options import job_summary  # noqa: PLC0415 (slow to import)
 
-    print_text(f"{job} is valid.\n{job_summary(result.require())}")
+    console = make_console()
+    print_lines(console, Text(f"{job} is valid."))
+    print_lines(console, Text(job_summary(result.require())), hang=12)
     return 0
 
 

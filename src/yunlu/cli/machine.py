@@ -24,10 +24,9 @@ def doctor(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
         findings = client.doctor()
         print_value(findings, indent=2)
     else:
-        from yunlu.render.terminal.machine_page import doctor_page  # noqa: PLC0415
-        from yunlu.render.terminal.page import TerminalConsole  # noqa: PLC0415 (slow to import)
+        from yunlu.render.terminal.machine_page import doctor_page  # noqa: PLC0415 (slow to import)
 
-        console = TerminalConsole()
+        console = make_console()
         with console.status("measuring this machine ..."):
             findings = client.doctor()
         console.print(doctor_page(findings))

@@ -20,7 +20,7 @@ from rich.text import Text
 from yunlu import __version__
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.secrets import mask
-from yunlu.render.terminal.page import TerminalConsole, print_note
+from yunlu.render.terminal.page import TerminalConsole, print_lines, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -178,17 +178,17 @@ def _describe_usage(error: CycloptsError) -> str:
 
 
 def _show_default(value: Any) -> str | None:
-    """Flags that are off and empty lists need no mention."""
-    return None if value is False or value == () else str(value)
+    """Flags that are off, empty lists and empty texts need no mention."""
+    return None if value is False or value in ((), "") else str(value)
 
 
 def _fail(code: int, message: str, *, hint: str | None, debug: bool) -> int:
     if debug:
         print_note(mask(traceback.format_exc()).rstrip())
-    text = Text.assemble(("error: ", "bold red"), (message, "red"))
+    console = TerminalConsole(stderr=True)
+    print_lines(console, Text.assemble(("error: ", "bold red"), (message, "red")))
     if hint:
-        text.append_text(Text.assemble(("\n  → ", "dim"), hint))
-    TerminalConsole(stderr=True).print(text, soft_wrap=True)
+        print_lines(console, Text.assemble(("  → ", "dim"), hint), hang=4)
     return code
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from yunlu.client import default_client
 from yunlu.core.errors import JobError
-from yunlu.render.terminal.page import make_console, print_json, print_json_text, print_text
+from yunlu.render.terminal.page import (
+    make_console,
+    print_json,
+    print_json_text,
+    print_lines,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,8 +53,7 @@ def plan(
     choose every setting; plan predict ROWS.csv predicts the rows of a table.
 
     Args:
-        jobs: The job file: YAML, or Python (jobs.py:name); two of them with --compare; or predict
-            ROWS.csv, which predicts the rows of a table.
+        jobs: The job file: YAML, or Python (jobs.py:name); two of them with --compare; or: predict ROWS.csv.
         overrides: Change the job: --set train.batch=64; may be repeated.
         top: Number of options to show. Default: 3.
         objective: What to minimise: cost, time, or both (balanced).
@@ -157,13 +161,18 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     if json:
         print_json_text(options.to_json())
         return 1 if options.problems else 0
-    from yunlu.render.terminal.plan_options import notes_block, options_table  # noqa: PLC0415
+    from yunlu.render.terminal.plan_options import (  # noqa: PLC0415 (slow to import)
+        explained_lines,
+        notes_block,
+        options_table,
+    )
 
     console = make_console()
-    console.print(options_table(options))
+    console.print(options_table(options, width=console.width))
     if explain:
-        # Not wrapped: a command among the lines can be copied as it is.
-        console.print(f"\n{indent(options.explain(), ' ')}", soft_wrap=True, markup=False)
+        console.print()
+        for line in explained_lines(options.explain(), console):
+            print_lines(console, line, hang=5)
     console.print(notes_block(options, took_s=outlook.computed_s))
     if plot is not None:
         print_text(f" picture in {plot}")

@@ -15,6 +15,7 @@ from yunlu.render.terminal.page import (
     indented,
     make_console,
     print_json,
+    print_lines,
     print_value,
     state_text,
     title_text,
@@ -142,17 +143,17 @@ def up(
                     "home": started.home})  # fmt: skip
         return 0
     console = make_console()
-    console.print(
-        f" up          {_count(view.devices, 'device')} on {_count(len(view.nodes), 'node')}, "
-        f"policy {settings.policy} (process {started.pid})"
-    )
+    about = f"{_count(view.devices, 'device')} on {_count(len(view.nodes), 'node')}, "
+    about += f"policy {settings.policy} (process {started.pid})"
+    lines = [Text(f" up          {about}")]
     if started.is_as_before:
-        console.print(f" as it was last: {settings.executor}; options change it", style="dim")
+        lines.append(Text(f" as it was last: {settings.executor}; options change it", style="dim"))
     if view.limits:
-        console.print(f" limits      {view.limits}", style="dim")
-    for trouble in view.troubles.values():
-        console.print(f" {trouble}", style="yellow")
-    console.print(" yunlu submit JOB queues a job; yunlu pool shows its progress", style="dim")
+        lines.append(Text(f" limits      {view.limits}", style="dim"))
+    lines += [Text(f" {trouble}", style="yellow") for trouble in view.troubles.values()]
+    lines.append(Text(" yunlu submit JOB queues a job; yunlu pool shows its progress", style="dim"))
+    for line in lines:
+        print_lines(console, line)
     return 0
 
 
@@ -235,7 +236,7 @@ def change(
     from yunlu.render.terminal.pool_tables import terms_line  # noqa: PLC0415 (slow to import)
 
     terms = terms_line(entry, now=time.time())
-    make_console().print(Text.assemble((run_id, "bold"), f": {terms}"))
+    print_lines(make_console(), Text.assemble((run_id, "bold"), f": {terms}"))
     return 0
 
 
@@ -336,16 +337,17 @@ def submit(
         return 0
     console = make_console()
     size = f"{queued.least}" if queued.is_rigid else f"{queued.least} or more"
-    console.print(title_text(queued.run, f"queued, on {size}"))
+    print_lines(console, title_text(queued.run, f"queued, on {size}"))
     if not queued.pool_is_up:
-        console.print(" no pool is up yet: yunlu pool up starts it", style="yellow")
+        print_lines(console, Text(" no pool is up yet: yunlu pool up starts it", style="yellow"))
     else:
-        console.print(f" yunlu pool shows the queue; yunlu pool why {queued.run} explains")
+        text = f" yunlu pool shows the queue; yunlu pool why {queued.run} explains"
+        print_lines(console, Text(text))
     if queued.rehearsal_note:
-        console.print(f" {queued.rehearsal_note}", style="yellow", highlight=False)
+        print_lines(console, Text(f" {queued.rehearsal_note}", style="yellow"))
     if near := queued.similar_team:
         text = f" team {team!r} has no quota; did you mean {near!r}? yunlu stop takes it back"
-        console.print(text, style="yellow")
+        print_lines(console, Text(text, style="yellow"))
     return 0
 
 
@@ -385,5 +387,5 @@ def pause(run: str = "last", /, *, json: bool = False) -> int:
     result = f"is paused{step}; yunlu resume {paused.id} queues it again"
     if not paused.state.can_resume:
         result = f"has ended{step} before it could be paused"
-    console.print(state_text(paused.state), f" {paused.id} {result}")
+    print_lines(console, Text.assemble(state_text(paused.state), f"  {paused.id} {result}"))
     return 0

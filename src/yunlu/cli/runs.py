@@ -18,6 +18,7 @@ from yunlu.render.terminal.page import (
     make_console,
     print_json,
     print_json_text,
+    print_lines,
     print_note,
     print_value,
     state_text,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from yunlu.jobs.report_model import ReportPage
 
 _FEW = 20
+_LOG_HANG = 10
+"""Below the time, where an event goes on in a second line."""
 
 
 def ps(
@@ -56,14 +59,14 @@ def ps(
 
         console.print(indented(run_table(listed.runs, now=time.time())))
     elif not listed.problems:
-        console.print(f"no runs in {listed.home}; start one: yunlu train JOB")
+        print_lines(console, Text(f"no runs in {listed.home}; start one: yunlu train JOB"))
     if listed.older:
-        console.print(f" {listed.older} older: yunlu ps --all", style="dim")
+        print_lines(console, Text(f" {listed.older} older: yunlu ps --all", style="dim"))
     for run in listed.runs:
         if run.caution:
-            console.print(f" {run.id}: {run.caution}", style="yellow", soft_wrap=True)
+            print_lines(console, Text(f" {run.id}: {run.caution}", style="yellow"))
     for name, problem in listed.problems.items():
-        console.print(f" {name} cannot be read: {problem}", style="red", soft_wrap=True)
+        print_lines(console, Text(f" {name} cannot be read: {problem}", style="red"))
     return 0
 
 
@@ -83,7 +86,7 @@ def show(run: str = "last", /, *, json: bool = False) -> int:
     console = make_console()
     console.print(run_page(details))
     for line in path_lines(details.paths):
-        console.print(line, soft_wrap=True)
+        print_lines(console, line, hang=13)
     return 0
 
 
@@ -131,10 +134,10 @@ def _print_events(client: Client, run: str, console: Console, *, follow: bool) -
 
     shown, past = LogLines(), client.events(run)
     for line in shown.take(past.items):
-        console.print(line, soft_wrap=True)
+        print_lines(console, line, hang=_LOG_HANG)
     for update in client.follow(run, since=past.cursor) if follow else ():
         for line in shown.take(update.items):
-            console.print(line, soft_wrap=True)
+            print_lines(console, line, hang=_LOG_HANG)
 
 
 def _print_worker_log(
@@ -188,15 +191,16 @@ def _print_text(console: Console, lines: tuple[str, ...]) -> None:
 
 def report(
     run: str = "last",
+    /,
     *,
     json_: Annotated[bool, Parameter(name="--json")] = False,
-    html: Path | None = None,
+    html: Annotated[Path | None, Parameter(show_default=False)] = None,
     open_: Annotated[bool, Parameter(name="--open")] = False,
 ) -> None:
     """Write the report of a run: terminal, JSON, one HTML page.
 
     Args:
-        run: The run: its id, a unique prefix of it, "last", or its directory.
+        run: Its id, a unique prefix of it, or: last; or its directory.
         json_: Print the report as JSON instead of the summary.
         html: Write the page here too, to send it to someone.
         open_: Open the page in the browser.
@@ -209,10 +213,9 @@ def report(
     if json_:
         print_json_text(written.model_dump_json())
     else:
-        from yunlu.render.terminal.page import TerminalConsole  # noqa: PLC0415 (slow to import)
-        from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415
+        from yunlu.render.terminal.report_summary import print_summary  # noqa: PLC0415 (slow)
 
-        print_summary(written, TerminalConsole())
+        print_summary(written, make_console())
     if open_:
         import webbrowser  # noqa: PLC0415 (slow to import)
 
@@ -254,14 +257,15 @@ def stop(run: str = "last", /, *, now: bool = False, json: bool = False) -> int:
     before = client.run(run)
     if not before.state.is_active:
         client.stop(before.id)  # the pool would start it again
-        console.print(state_text(before.state), f" {before.id} has ended: nothing to stop")
+        text = f"  {before.id} has ended: nothing to stop"
+        print_lines(console, Text.assemble(state_text(before.state), text))
         return 0
     doing = "ending it" if now else "saving a checkpoint"
     with console.status(Text(f"stopping {before.id}: {doing}")):
         stopped = client.stop(before.id, now=now)
     again = f"; yunlu resume {stopped.id} continues it" if stopped.state.can_resume else ""
     step = f" at step {stopped.step}" if stopped.step else ""
-    console.print(state_text(stopped.state), f" {stopped.id}{step}{again}")
+    print_lines(console, Text.assemble(state_text(stopped.state), f"  {stopped.id}{step}{again}"))
     return 0
 
 
@@ -280,7 +284,7 @@ def resize(run: str = "last", /, *, devices: int, json: bool = False) -> int:
         print_value(resized, run=run_id, devices=devices)
         return 0
     line = Text.assemble((run_id, "bold"), f": {resized.text}, as ", (resized.layout, "bold"))
-    make_console().print(line)
+    print_lines(make_console(), line)
     return 0
 
 
@@ -300,8 +304,7 @@ def join(
     Args:
         address: HOST:PORT of the run's supervisor; its worker_group.json has it.
         devices: Number of workers to lend.
-        token_file: File with the run's token, which its worker_group.json has. Not an argument: others can
-            see those of a command.
+        token_file: File with the run's token, which its worker_group.json has: arguments are seen by others.
         name: Name of the node in the run. Default: host and process id.
         json: Print JSON lines: one when it has joined, one when it has left.
     """
@@ -322,7 +325,7 @@ def join(
         print_value(target, event="left", exit_code=code)
         return code
     line = Text.assemble((target.node, "bold"), f" lends {devices} to {target.run}")
-    make_console().print(line)
+    print_lines(make_console(), line)
     return client.join(target, devices=devices)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from yunlu.client import default_client
 from yunlu.core.errors import error_of_code
-from yunlu.render.terminal.page import make_console, print_json
+from yunlu.render.terminal.page import make_console, print_json, print_lines
 
 _FEW = 20
 
@@ -44,9 +44,9 @@ def list_all(*, json: bool = False) -> int:
     if listed.studies:
         print_block(console, studies_table(listed.studies, now=time.time()))
     elif not listed.damaged:
-        console.print(f"no studies in {listed.home}; start one: yunlu tune JOB")
+        print_lines(console, Text(f"no studies in {listed.home}; start one: yunlu tune JOB"))
     for message in listed.damaged:
-        console.print(f" {message}", style="yellow", soft_wrap=True)
+        print_lines(console, Text(f" {message}", style="yellow"))
     return 0
 
 
@@ -77,7 +77,7 @@ def show(name: str = "last", /, *, all: bool = False, json: bool = False) -> int
         way = f"yunlu tune --resume {view.name}"
         if view.is_external:
             way = f"yunlu.Study(name={view.name!r}), in the program that tells of its trials"
-        console.print(f" resume with: {way}", style="yellow")
+        print_lines(console, Text(f" resume with: {way}", style="yellow"))
     return 0
 
 
@@ -112,7 +112,7 @@ def report(
     name: str = "last",
     /,
     *,
-    html: Path | None = None,
+    html: Annotated[Path | None, Parameter(show_default=False)] = None,
     open_: Annotated[bool, Parameter(name="--open")] = False,
     json_: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
@@ -129,7 +129,7 @@ def report(
     if json_:
         print_json({"study": result.view.name, "report": result.report})
     else:
-        make_console().print(f" report      {result.report}", soft_wrap=True)
+        print_lines(make_console(), Text(f" report      {result.report}"), hang=13)
     if open_ and result.report is not None:
         webbrowser.open(Path(result.report).absolute().as_uri())
     return 0
@@ -146,10 +146,10 @@ def stop(name: str = "last", /) -> int:
     with console.status(Text(f"stopping {name}: its trials save and hold")):
         stopped = default_client().stop_study(name)
     if not stopped.was_running:
-        console.print(f" {stopped.name} is not running: no process runs it")
+        print_lines(console, Text(f" {stopped.name} is not running: no process runs it"))
         for run in stopped.active_runs:
-            console.print(f" its trial still runs: yunlu stop {run}", style="yellow")
+            print_lines(console, Text(f" its trial still runs: yunlu stop {run}", style="yellow"))
         return 0
     again = f"yunlu tune --resume {stopped.name} resumes it"
-    console.print(Text.assemble((" ■ stopped", "yellow"), f"  {stopped.name}; {again}"))
+    print_lines(console, Text.assemble((" ■ stopped", "yellow"), f"  {stopped.name}; {again}"))
     return 0

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from yunlu.client import default_client
 from yunlu.core.errors import StoreError, YunluError
-from yunlu.render.terminal.page import make_console, print_json, title_text
+from yunlu.render.terminal.page import make_console, print_json, print_lines, title_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -121,7 +121,7 @@ def resume(
     else:
         then = "; yunlu pool shows when it continues"
         text = Text.assemble("\n queued again  ", (started.id, "bold"), then)
-        make_console().print(text)
+        print_lines(make_console(), text)
     return 0
 
 
@@ -170,13 +170,13 @@ def _leave(started: StartedRun, *, title: str | Text, json: bool) -> int:
     if json:
         print_json({"run": started.id, "dir": started.dir})
     else:
-        make_console().print(f" started     yunlu logs -f {started.id}", highlight=False)
+        print_lines(make_console(), Text(f" started     yunlu logs -f {started.id}"))
     return 0
 
 
 def _print_title(title: str | Text, *, json: bool) -> None:
     if title and not json:
-        make_console().print(title, highlight=False)
+        print_lines(make_console(), title if isinstance(title, Text) else Text(title))
 
 
 def _watch(client: Client, started: StartedRun, *, title: str | Text, json: bool) -> int:
@@ -224,7 +224,8 @@ def _conclude(client: Client, run: str, console: Console | None) -> int:
         return 0
     if console is not None:
         where = f" at step {ended.step}" if ended.step else ""
-        console.print(f" stopped{where}; resume with: yunlu resume {run}", style="yellow")
+        text = f" stopped{where}; resume with: yunlu resume {run}"
+        print_lines(console, Text(text, style="yellow"))
     return STOPPED_CODE
 
 
@@ -235,7 +236,8 @@ def _write_report(client: Client, run: str, console: Console | None) -> None:
         report = client.report(run)
     except (OSError, YunluError) as error:  # the model is what was asked for; it is there
         if console is not None:
-            console.print(f" warning     the report could not be written: {error}", style="yellow")
+            text = f" warning     the report could not be written: {error}"
+            print_lines(console, Text(text, style="yellow"))
         return
     if console is not None and not report.state.can_resume:
         print_summary(report, console)

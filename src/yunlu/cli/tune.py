@@ -13,7 +13,7 @@ from rich.text import Text
 from yunlu.cli.train import STOPPED_CODE, counted_signals
 from yunlu.client import default_client
 from yunlu.core.errors import JobError, error_of_code
-from yunlu.render.terminal.page import make_console, print_json, print_note, title_text
+from yunlu.render.terminal.page import make_console, print_json, print_lines, print_note, title_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -182,18 +182,18 @@ def _print_head(console: Console, start: StudyStart) -> None:
     view = start.view
     _print_title(console, view.name, len(view.dimensions), start.devices)
     if view.trials:
-        console.print(f" continues after {len(view.trials)} trials", style="dim")
+        print_lines(console, Text(f" continues after {len(view.trials)} trials", style="dim"))
     elif view.forecast:
         print_block(console, forecast_block(view.forecast))
     console.print()
     for warning in start.warnings:
-        console.print(Text(f" {warning}", style="yellow"))
+        print_lines(console, Text(f" {warning}", style="yellow"))
 
 
 def _print_title(console: Console, name: str, dimensions: int, devices: int) -> None:
     counts = {"dimension": dimensions, "device": devices}
     about = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-    console.print(title_text(name, about).append("\n"))
+    print_lines(console, title_text(name, about).append("\n"))
 
 
 def _open_display(console: Console, start: StudyStart, *, json: bool) -> StudyDisplay:
@@ -219,13 +219,14 @@ def _conclude(result: StudyResult, console: Console | None, *, is_interrupted: b
             study_tables.print_block(console, line)
         study_tables.print_block(console, study_tables.answer_block(view, now=time.time()))
         if result.report is not None:
-            console.print(f" page    {result.report}", style="dim", soft_wrap=True)
+            print_lines(console, Text(f" page    {result.report}", style="dim"), hang=9)
     if view.state == "stopped":
         text = f"{view.name} is stopped; resume with: yunlu tune --resume {view.name}"
         if console is None:
             print_note(text)
         else:
-            console.print(Text(f"\n {text}", style="yellow"))
+            console.print()
+            print_lines(console, Text(f" {text}", style="yellow"))
         return STOPPED_CODE if is_interrupted else 0
     if view.best is None:
         raise error_of_code(

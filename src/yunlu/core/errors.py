@@ -120,6 +120,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 _LISTED_MOST = 600
 """Letters of what is known that a message can hold."""
+_LISTED_BESIDE = 16
+"""Names of it beside a suggestion: the answer is not to drown in them."""
+_NEAR = 4
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -127,9 +130,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     guess = nearest(word, names)
     listing = f"known: {', '.join(names)}"
+    if guess:
+        if len(names) > _LISTED_BESIDE:
+            near = difflib.get_close_matches(word, names, n=_NEAR + 1, cutoff=0.6)[1:]
+            also = f"near it: {', '.join(near)}; " if near else ""
+            listing = f"{also}{len(names)} are known"
+        return f"did you mean {guess!r}? ({listing})"
     if len(listing) > _LISTED_MOST:
         listing = listing[:_LISTED_MOST].rpartition(",")[0] + ", …"
-    return f"did you mean {guess!r}? ({listing})" if guess else listing
+    return listing
 
 
 def is_disk_full(error: BaseException) -> bool:

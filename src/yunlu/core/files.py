@@ -206,6 +206,10 @@ def check_home(home: Path) -> Path:
     return home
 
 
+WRITABLE_HOME = "make it writable, or set YUNLU_HOME to a directory that is"
+"""What to do where nothing can be written to the home."""
+
+
 def _restrict(file: int | Path, mode: int) -> None:
     """Give exactly this mode to what is ours and has another."""
     about = os.stat(file)  # noqa: PTH116 (a path or a descriptor)

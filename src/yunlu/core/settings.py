@@ -55,6 +55,12 @@ def read_settings() -> Settings:
     )
 
 
+def terminal_columns() -> int | None:
+    """Columns that output is to have whatever it goes to: ``COLUMNS``; None where nothing says it."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
 def limits_setting() -> str:
     """Limits on foreign files that differ from the defaults: ``YUNLU_LIMITS``."""
     return os.environ.get("YUNLU_LIMITS") or ""

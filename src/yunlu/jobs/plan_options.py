@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yunlu.core.errors import DataError
-from yunlu.core.units import show_duration
+from yunlu.core.units import estimate_dollars, estimate_time, supported_digit
 from yunlu.core.value import Value
 from yunlu.hardware.catalog import HERE, Catalog, CatalogError
 from yunlu.hardware.skypilot import ASSUMED_NETWORK, SPOT_FLOOR
@@ -372,8 +372,9 @@ def _advise(ask: OptionQuery, job: Job, catalog: Catalog, options: PlanOptions) 
         if not len(weighed.layouts):
             continue
         best = _choose(tried, weighed, catalog, top=1).best
-        cost = "" if best.dollars is None else f"${best.dollars.value:,.2f}, "
-        result = f"{what}: {cost}{show_duration(best.total_s.value)} on {best.hardware}"
+        cost = "" if best.dollars is None else f"{estimate_dollars(*best.dollars.edges)[0]}, "
+        time = estimate_time(*best.total_s.edges)[0]
+        result = f"{what}: {cost}{time} on {best.hardware}"
         text[result] = _excess(ask, best)
     enough = [item for item, excess in text.items() if excess <= 1.0]
     if not enough:
@@ -415,7 +416,8 @@ def _excess(ask: OptionQuery, option: Plan) -> float:
 def _raise_limits(job: Job, options: PlanOptions) -> str:
     best, parts = options.best, list[str]()
     if job.goal.budget is not None and best.dollars is not None:
-        dollars = max(math.ceil(best.dollars.value * 100) / 100, job.goal.budget)
+        digit = max(0.01, supported_digit(*best.dollars.edges))
+        dollars = max(math.ceil(best.dollars.value / digit) * digit, job.goal.budget)
         parts.append(f"a budget of ${dollars:,.2f}")
     if job.goal.deadline is not None:
         parts.append(f"a deadline of {math.ceil(best.total_s.value / 3600)}h")

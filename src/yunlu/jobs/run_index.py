@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from pydantic import ValidationError
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import check_home, check_regular, create_private, make_directory, open_lock
+from yunlu.core.files import (
+    WRITABLE_HOME,
+    check_home,
+    check_regular,
+    create_private,
+    make_directory,
+    open_lock,
+)
 from yunlu.jobs.run_record import UNREADABLE, RunRecord, RunScan, describe_problem
 from yunlu.runs.changes import drop_marks, open_marks, take_marks
 from yunlu.runs.items import Log
@@ -99,7 +106,10 @@ class RunIndex:
                 check_regular(self.path.with_name(self.path.name + suffix))
             self._retry(self._connect)
         except OSError as error:
-            raise StoreError(f"the run store {home} cannot be used: {error}") from error
+            raise StoreError(
+                f"the run store {home} cannot be used: {error.strerror or error}",
+                hint=WRITABLE_HOME,
+            ) from error
 
     def __enter__(self) -> Self:
         return self

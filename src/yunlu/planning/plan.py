@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from yunlu.core.units import show_bytes, show_duration
+from yunlu.core.units import estimate_time, show_bytes, show_duration, show_share
 from yunlu.core.value import Value
 from yunlu.hardware.catalog import HERE
 from yunlu.hardware.fleet import Link
@@ -49,10 +49,10 @@ def explain_plan(plan: Plan) -> str:
         lines.append(f"  {plan.reason}")
     lines.append(f"  memory of a device: {show_interval(plan.memory_bytes, show_bytes)}")
     lines += _shares(parts.memory_parts, show_bytes, {})
-    lines.append(f"  a step: {show_interval(plan.step_s, show_duration)}")
-    lines += _shares(parts.step_parts, show_duration, _STEP_WORDS)
-    lines.append(f"  in all: {show_interval(plan.total_s, show_duration)}")
-    lines += _shares(parts.total_parts, show_duration, {})
+    lines.append(f"  a step: {_show_time(plan.step_s)}")
+    lines += _time_shares(parts.step_parts, plan.step_s, _STEP_WORDS)
+    lines.append(f"  in all: {_show_time(plan.total_s)}")
+    lines += _time_shares(parts.total_parts, plan.total_s, {})
     lines += [f"  {item.name} {item.value}: {item.reason}" for item in plan.choices if item.reason]
     text = " ".join(f"--set {shlex.quote(override)}" for override in plan.overrides)
     lines.append(f"  to train it so: yunlu train JOB {text}")
@@ -77,6 +77,12 @@ def show_interval(interval: Interval, show: object) -> str:
     )
 
 
+def _show_time(interval: Interval) -> str:
+    """``15 min (12–21 min)``: as in the table of options."""
+    value, between = estimate_time(*interval.edges)
+    return f"{value} ({between})" if between else value
+
+
 def main_wait(plan: Plan) -> str:
     """Largest component of a step besides compute, if it is large; else empty."""
     step_s = max(plan.step_s.value, 1e-12)
@@ -92,11 +98,16 @@ def compare(value: float, best: float, worse: str) -> str:
     return f"{value / best:.1f}x {worse}" if value < 100 * best else f"{value / best:,.0f}x {worse}"
 
 
-def _shares(parts: dict[str, float], show: object, labels: dict[str, str]) -> list[str]:
-    say = show if callable(show) else str
+def _time_shares(parts: dict[str, float], whole: Interval, labels: dict[str, str]) -> list[str]:
+    return _shares(parts, lambda part_s: show_share(part_s, whole.value), labels)
+
+
+def _shares(
+    parts: dict[str, float], show: Callable[[float], str], labels: dict[str, str]
+) -> list[str]:
     whole = sum(parts.values()) or 1.0
     return [
-        f"    {labels.get(name, name.replace('_', ' ')):<22}{say(value):>12}  {value / whole:4.0%}"
+        f"    {labels.get(name, name.replace('_', ' ')):<20}{show(value):>9}  {value / whole:4.0%}"
         for name, value in parts.items()
         if value > 0.0005 * whole
     ]
@@ -123,6 +134,11 @@ class Interval(Value):
     """10 % quantile."""
     high: float
     """90 % quantile."""
+
+    @property
+    def edges(self) -> tuple[float, float, float]:
+        """The expected value, then both quantiles."""
+        return self.value, self.low, self.high
 
     def times(self, factor: float) -> Interval:
         """All three, multiplied."""
@@ -548,7 +564,9 @@ def _changed_figures(planned: Plan, measured: Plan) -> Iterator[PlanChange]:
         if not interval.low <= now <= interval.high:
             yield PlanChange(
                 name=name,
-                planned=show_interval(interval, show),
+                planned=_show_time(interval)
+                if show is show_duration
+                else show_interval(interval, show),
                 refined=show(now),
                 reason="from passes that the worker timed",
             )

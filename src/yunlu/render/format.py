@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from yunlu.core.limits import decode_json
-from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.core.units import (
+    estimate_dollars,
+    estimate_time,
+    show_bytes,
+    show_count,
+    show_duration,
+    show_number,
+)
 from yunlu.render.i18n import known_text, text
 from yunlu.runs.home import is_run_id
 from yunlu.runs.run_store import Document
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from yunlu.jobs.report_model import Finding
@@ -122,6 +129,15 @@ def show_amount(quantity: str, amount: float) -> str:
     if quantity == "trials":
         return f"{amount:.0f}"
     return show_duration(amount) if quantity == "seconds" else show_dollars(amount)
+
+
+def show_estimate(quantity: str, interval: Mapping[str, float]) -> tuple[str, str]:
+    """A figure of the forecast and its interval, with the digits that it is known to."""
+    edges = interval["value"], interval["low"], interval["high"]
+    if quantity == "trials":
+        value, low, high = (f"{edge:.0f}" for edge in edges)
+        return value, f"{low}–{high}" if low != high else ""
+    return estimate_time(*edges) if quantity == "seconds" else estimate_dollars(*edges)
 
 
 def shorten(fields: Iterable[str]) -> dict[str, str]:

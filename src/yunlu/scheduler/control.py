@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from yunlu.core.errors import StoreError
-from yunlu.core.files import open_private, open_to_read
+from yunlu.core.files import WRITABLE_HOME, open_private, open_to_read
 from yunlu.core.processes import ProcessHandle, reap_in_background, start_process
 from yunlu.jobs import lifecycle
 from yunlu.scheduler.allocation_record import PendingAction, read_allocation, write_allocation
@@ -65,7 +65,10 @@ def bring_up(home: Path, settings: PoolSettings) -> ServiceRecord:
             told_before = log.tell()
             child = start_process([*PROGRAM, str(home)], log=log, own_session=True)
     except OSError as error:
-        raise StoreError(f"the pool cannot be brought up in {home}: {error}") from error
+        raise StoreError(
+            f"the pool cannot be brought up in {home}: {error.strerror or error}",
+            hint=WRITABLE_HOME,
+        ) from error
     reap_in_background(child)
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:

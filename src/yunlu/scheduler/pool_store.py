@@ -90,7 +90,7 @@ class PoolStore:
         """Settings of the last start; None if the pool was never up."""
         try:
             return PoolSettings.model_validate_json(self._read(self.settings))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValidationError as error:
             raise StoreError(

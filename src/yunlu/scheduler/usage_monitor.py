@@ -19,7 +19,7 @@ from yunlu.executors.worker_process import recorded_worker
 from yunlu.runs.worker_group import read_worker_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from yunlu.hardware.fleet import Node
     from yunlu.runs.run_store import RunStore
@@ -72,6 +72,8 @@ class UsageMonitor:
         }
         self.nodes = {node.name: here for node in nodes} if self._is_local else {}
         self.usage = self._measure(alive)
+        if self._is_local:
+            self.machine["other_cores"] = other_cores(here.cpu, self.usage.values())
         return self._find_overuse(alive, nodes)
 
     def _measure(self, alive: Mapping[str, ScheduledRun]) -> dict[str, Usage]:
@@ -120,6 +122,15 @@ class UsageMonitor:
             run_id: count for run_id, count in self._overuse.items() if run_id in alive
         }
         return result
+
+
+def other_cores(busy: float, usages: Iterable[Usage]) -> float:
+    """Cores of this machine that programs other than the pool's runs keep busy.
+
+    ``busy``: share of all its processors, also of those that this process may not use.
+    """
+    ours = sum(usage.cores or 0.0 for usage in usages)
+    return max(0.0, busy * (psutil.cpu_count() or 1) - ours)
 
 
 def find_overuse(

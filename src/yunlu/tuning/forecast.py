@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import read_settings
-from yunlu.core.units import show_duration
+from yunlu.core.units import estimate_dollars, estimate_time, show_duration
 from yunlu.core.value import Value
 from yunlu.executors.worker_process import count_gpus
 from yunlu.planning.plan import Interval
@@ -82,9 +82,9 @@ class StudyForecast(Value):
         """For people."""
         about = [_show_count(self.trials, "trials")]
         if self.seconds is not None:
-            about.append(_show(self.seconds, show_duration))
+            about.append(_show_estimate(estimate_time(*self.seconds.edges)))
         if self.dollars is not None:
-            about.append(_show(self.dollars, _show_dollars))
+            about.append(_show_estimate(estimate_dollars(*self.dollars.edges)))
         return (f"expected: {'; '.join(about)}", *self.notes)
 
 
@@ -359,16 +359,17 @@ def _show(interval: Interval, show: Callable[[float], str]) -> str:
     return f"{show(interval.value)} ({show(interval.low)} to {show(interval.high)})"
 
 
+def _show_estimate(texts: tuple[str, str]) -> str:
+    value, between = texts
+    return f"{value} ({between})" if between else value
+
+
 def _show_count(interval: Interval, unit: str) -> str:
     return f"{_show(interval, _plain)} {unit}"
 
 
 def _plain(value: float) -> str:
     return f"{value:.0f}"
-
-
-def _show_dollars(value: float) -> str:
-    return f"${value:,.2f}"
 
 
 _MEDIAN = (0.5, 0.35)

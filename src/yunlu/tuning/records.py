@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import StoreError, missing_part
-from yunlu.core.files import check_regular, create_private, make_directory
+from yunlu.core.files import WRITABLE_HOME, check_regular, create_private, make_directory
 from yunlu.tuning.facts import StudyView, TrialFacts, best_point, find_best, find_front
 from yunlu.tuning.study_dir import StudyDir, StudyError, find_study
 from yunlu.tuning.values import Point, Trial, TrialState
@@ -317,7 +317,7 @@ def create_records(directory: StudyDir, request: StudyRequest) -> Records:
     except OSError as error:
         raise StudyError(
             f"the study cannot be written to {directory.path}: {error.strerror or error}",
-            hint="make it writable, or set YUNLU_HOME to a directory that is",
+            hint=WRITABLE_HOME,
         ) from error
     return Records(directory)
 

@@ -17,9 +17,8 @@ from rich.console import Console
 import yunlu
 from yunlu.cli.main import main
 from yunlu.planning.layouts import Layout
-from yunlu.planning.plan import Interval
 from yunlu.planning.search.options import PlanOptions
-from yunlu.render.terminal.plan_options import _spans, comparison_table, options_table
+from yunlu.render.terminal.plan_options import comparison_table, options_table
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "fake_worker.py"))
 JOB = """\
@@ -166,13 +165,27 @@ def test_problems_of_a_comparison_name_their_job(
         assert f" {name}: goal.budget: nothing fits $0.05" in out
 
 
-@pytest.mark.parametrize(
-    ("days", "shown"),
-    [(999.0, "999 d"), (1000.0, "2.74 years"), (1e9, "2.7M years"), (0.5, "12 h")],
-)
-def test_long_times_are_told_in_years(days: float, shown: str) -> None:
-    span = Interval(value=days * 86400, low=days * 86400, high=days * 86400)
-    assert _spans(span)[0] == shown
+@pytest.mark.parametrize(("columns", "stands"), [("119", False), ("120", True)])
+def test_options_stand_side_by_side_from_120_columns_also_in_a_pipe(
+    columns: str,
+    stands: bool,
+    job: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    _, out, _ = run(capsys, job, "--top", "2")
+    assert ("────" in out) is stands
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_a_suggestion_is_not_drowned_by_all_that_is_known(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, err = run(capsys, job, "--gpu", "H1000")
+    assert "did you mean 'H100'? (near it: " in err
+    assert "are known)" in err
+    assert "TPU" not in err
 
 
 def test_a_picture_is_written(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +297,8 @@ def test_how_a_batch_is_shared_out_is_a_true_equation(
     changes = {"batch": batch, "layout": Layout(dp=replicas), "micro_batch": micro}
     option = best.model_copy(update=changes)
     for table in (
-        options_table(PlanOptions(options=(option,), objective="cost", layouts=1)),
+        options_table(PlanOptions(options=(option,), objective="cost", layouts=1), width=300),
+        options_table(PlanOptions(options=(option,), objective="cost", layouts=1), width=80),
         comparison_table(["a", "b"], [option, option]),
     ):
         console = Console(width=300, file=io.StringIO())

@@ -23,7 +23,7 @@ from yunlu.cli.main import main
 from yunlu.planning.plan import Interval
 from yunlu.render.format import show_dollars, train_command
 from yunlu.render.study_report import dump_study
-from yunlu.render.terminal.page import to_json
+from yunlu.render.terminal.page import TerminalConsole, to_json
 from yunlu.render.terminal.study_tables import (
     LiveStudy,
     PlainStudy,
@@ -50,7 +50,7 @@ SEARCH = "search: {space: {train.optimizer.lr: 1e-4 .. 1e-1 log}}\n"
 
 
 def block_text(block: RenderableType, width: int = 140) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console = TerminalConsole(file=io.StringIO(), width=width)
     print_block(console, block)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -138,7 +138,7 @@ def test_a_forecast_tells_value_and_interval() -> None:
     view = make_study(HOME)
     assert view.forecast is not None
     block = block_text(forecast_block({**view.forecast, "notes": ["as the probe says"]}))
-    for words in ("40", "31 to 52", "15 min 00 s", "$1.20 to $3.00", "as the probe says"):
+    for words in ("40", "31–52", "15 min", "$1.20–$3.00", "as the probe says"):
         assert words in block
     unknown = block_text(
         forecast_block({"trials": {"value": 5, "low": 5, "high": 5}, "seconds": None})

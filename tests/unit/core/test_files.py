@@ -79,5 +79,8 @@ def test_numbers_read_well() -> None:
     assert [show_duration(s) for s in (2e-6, 0.0021, 5, 75, 7260)] == [
         "2 µs", "2.1 ms", "5.0 s", "1 min 15 s", "2 h 01 min",
     ]  # fmt: skip
+    assert [show_duration(3600 * hours) for hours in (47, 48, 15579.5, 30_000)] == [
+        "47 h 00 min", "2 d 0 h", "649 d", "3.4 years",
+    ]  # fmt: skip
     assert [show_count(n) for n in (7, 1234, 12_300_000)] == ["7", "1.2k", "12.3M"]
     assert [show_number(x) for x in (0.97234, 1e-5, 12345.6)] == ["0.9723", "1.000e-05", "12,345.6"]

@@ -92,6 +92,21 @@ def test_page_shows_how_busy_machines_are(make_world, make_scheduler):
     assert "gpu 83% 7%" in show(page_of(view, now=view["at"]))
 
 
+def test_page_says_what_other_programs_take_of_the_cores(make_world, make_scheduler):
+    world = make_world()
+    world.submit("first")
+    scheduler = make_scheduler(world)
+    scheduler.step()
+    view = {"is_up": True, **scheduler.pool_store.read_view()}
+    view["nodes"][0]["type"] = "cpu"
+    view["runs"][0]["cores"] = 0.4
+    for others, is_said in ((0.1, False), (2.6, True)):
+        view["machine"] = {"cores": 4.0, "other_cores": others}
+        text = show(page_of(view, now=view["at"]))
+        assert ("other programs keep 2.6 of 4 cores busy" in text) is is_said
+        assert "0.4 of 4" in text
+
+
 def test_page_shows_machines_on_their_way_and_who_starts_with_them(make_world, make_scheduler):
     world = make_world({"standing": 2}, steps=100)
     first, second = world.submit("first", least=2), world.submit("second", least=2)

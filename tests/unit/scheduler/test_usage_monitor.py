@@ -44,6 +44,13 @@ def test_busy_cores_are_those_since_the_last_look():
     assert meter.measure("a", [os.getpid()])[0] is None
 
 
+def test_what_other_programs_keep_busy_is_the_rest_of_the_machine(monkeypatch):
+    monkeypatch.setattr(gauge_module.psutil, "cpu_count", lambda: 4)
+    usages = [gauge_module.Usage(cores=cores, memory_bytes=0.0) for cores in (0.5, None, 1.5)]
+    assert gauge_module.other_cores(0.75, usages) == pytest.approx(1.0)
+    assert gauge_module.other_cores(0.25, usages) == 0.0  # measured at other moments
+
+
 class FakeStand:
     def __init__(self, run):
         self.run, self.id = run, run.id

@@ -98,7 +98,7 @@ def test_every_problem_is_told_at_once_with_its_line_and_column(write):
     lines = caught.value.message.splitlines()
     assert lines[0] == f"{path}: 2 problems"
     assert lines[1].startswith(
-        "  line 5, column 3: train.epoch: unknown key; did you mean 'epochs'? (known: "
+        "  line 5, column 3: train.epoch: unknown key; did you mean 'epochs'? ("
     )
     assert lines[2] == (
         "  line 7, column 10: train.batch: expected a whole number above 0 or 'auto', got 'many'"

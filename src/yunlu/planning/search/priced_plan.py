@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yunlu.core.units import show_bytes, show_duration
+from yunlu.core.units import estimate_dollars, estimate_time, show_bytes, show_duration
 from yunlu.hardware.catalog import HERE
 from yunlu.planning.calibration import NOISE, Z_80
 from yunlu.planning.layouts import Layout, SplitConstraints, worker_share
@@ -167,10 +167,10 @@ def explain_excess(
 ) -> tuple[str, ...]:
     """Which limit no option meets, or that none meets both, and how near the nearest comes."""
     hardware, cost = nearest.hardware, nearest.dollars
-    price = "has no known price" if cost is None else f"costs ${cost.value:,.2f}"
+    price = "has no known price" if cost is None else f"costs {estimate_dollars(*cost.edges)[0]}"
     result = (
         f"the nearest, {hardware} ({hardware.devices} x {hardware.device}), {price} "
-        f"and takes {show_duration(nearest.total_s.value)}."
+        f"and takes {estimate_time(*nearest.total_s.edges)[0]}."
     )
     results: list[str] = []
     budget, deadline_s = limits.budget, limits.deadline_s

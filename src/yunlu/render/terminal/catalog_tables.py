@@ -6,16 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from yunlu.hardware.catalog import PRECISIONS
-from yunlu.render.terminal.page import indented, plain_table
+from yunlu.render.terminal.fitting_table import FittingTable
+from yunlu.render.terminal.page import Hanging, indented, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from yunlu.hardware.entries import Ownership
     from yunlu.hardware.listing import (
@@ -32,8 +33,9 @@ _NONE = Text("–", style="dim")
 def summary_table(devices: Sequence[OfferedDevice]) -> Table:
     """Each device that is offered, with its cheapest offers."""
     table = _table(
-        "device!", "memory>", "bf16 TFLOP/s>", "$/device-h>", "where~", "spot>", "where~", "offers>"
-    )
+        "device!", "memory>", "bf16 TFLOP/s>", "$/device-h>", "where~", "spot>", "where~", "offers>",
+        drop=("offers", "where", "bf16 TFLOP/s", "memory"),
+    )  # fmt: skip
     for offered in devices:
         device = offered.device
         table.add_row(
@@ -58,6 +60,7 @@ def offers_table(offers: Sequence[ListedOffer], *, spot: bool) -> Table:
         "$/device-h>",
         "spot $/h>",
         "Gbit/s>",
+        drop=("Gbit/s", "region", "spot $/h"),
     )
     for offer in offers:
         network = offer.network_bytes_per_s_per_device * offer.devices * 8 / 1e9
@@ -88,6 +91,7 @@ def devices_table(devices: Sequence[ListedDevice]) -> Table:
         "link GB/s>",
         "node>",
         "reached>",
+        drop=("fp4", "reached", "tf32", "fp32", "node", "fp16", "link GB/s"),
     )
     for device in devices:
         node = str(device.node_devices)
@@ -110,7 +114,9 @@ def device_page(device: ListedDevice) -> RenderableType:
     title = Text.assemble((f" {device.name}", "bold"), (f"  {device.kind}", "dim"))
     if device.aliases:
         title.append(f"\n also called {', '.join(device.aliases)}", style="dim")
-    table = Table.grid(padding=(0, 2))
+    table = FittingTable(
+        lead=2, box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False
+    )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(style="dim", overflow="fold")
@@ -140,6 +146,7 @@ def ownership_page(page: OwnershipPage) -> RenderableType:
         "owning pays from>",
         "of its hours>",
         "cheaper",
+        drop=("region", "nodes", "of its hours", "rent in its life"),
     )
     for row in page.against:
         offer, even = row.offer, row.break_even
@@ -155,14 +162,17 @@ def ownership_page(page: OwnershipPage) -> RenderableType:
             verdict,
         )
     note = " nodes: as many as have this machine's peak; hours are of work, rent is paid for those only"
-    return Group(title, Text(), indented(_costs(cost)), Text(), indented(table), Text(note, "dim"))
+    hint = Hanging(Text(note, "dim"), hang=1)
+    return Group(Hanging(title), Text(), indented(_costs(cost)), Text(), indented(table), hint)
 
 
 def _costs(cost: Ownership) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = FittingTable(
+        lead=2, box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
     hours = cost.used_hours
     for name, dollars in (
         ("purchase, less resale", cost.capital_dollars),
@@ -195,9 +205,12 @@ def _figures(device: ListedDevice) -> list[tuple[str, str, str]]:
     return [*rows, ("network, its share", network, "network_bytes_per_s")]
 
 
-def _table(*columns: str) -> Table:
-    """``!`` marks what names the row, ``>`` numbers, ``~`` what may be cut where room is scarce."""
-    table = plain_table()
+def _table(*columns: str, drop: tuple[str, ...] = ()) -> Table:
+    """``!`` marks what names the row, ``>`` numbers, ``~`` what may be cut where room is scarce.
+
+    ``drop``: columns that a narrow screen leaves out.
+    """
+    table = plain_table(drop=drop, dropped_note="--json has all")
     for column in columns:
         table.add_column(
             column.rstrip("!>~"),

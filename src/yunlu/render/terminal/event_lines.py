@@ -11,7 +11,7 @@ from rich.text import Text
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.worker_groups import gist_of, name_worker
 from yunlu.render.format import show_fault
-from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table
 from yunlu.runs.events import (
     BatchChanged,
     CommunicationChosen,
@@ -169,7 +169,7 @@ def _trace_rows(event: ErrorRaised) -> RenderableType | None:
 
 def plan_block(plan: Plan) -> RenderableType:
     """The table of choices, what was tried for them, and what is predicted after it."""
-    table = plain_table()
+    table = plain_table(lead=2, prose=("reason",))
     table.add_column("choice", style="bold", no_wrap=True)
     table.add_column("value", style=ACCENT, overflow="fold", ratio=2)
     table.add_column("reason", ratio=5)
@@ -246,7 +246,7 @@ def event_row(label: str, content: Text, *, style: str = "dim") -> RenderableTyp
     grid = Table.grid(padding=(0, 0))
     grid.add_column(width=_LABEL + 1, no_wrap=True)
     grid.add_column()
-    grid.add_row(Text(f" {label}", style=style), content)
+    grid.add_row(Text(f" {label}", style=style), Hanging(content, hang=0))
     return grid
 
 

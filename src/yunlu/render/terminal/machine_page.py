@@ -10,16 +10,17 @@ from rich.bar import Bar
 from rich.console import Group
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration
-from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.fitting_table import FittingTable
+from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
     from yunlu.hardware.fleet import Device, PrecisionSpeed
     from yunlu.jobs.calibration import LearntFactor, ProbeProgress, ProbeResult
@@ -38,7 +39,7 @@ def doctor_page(findings: MachineFindings) -> RenderableType:
         title = f"Precisions on {measured.device}, speed beside fp32"
         sections += _section(title, _precisions(measured.precisions))
     sections += _section("Optional parts", _parts(findings.parts))
-    return Group(*sections, _ending(findings), "")
+    return Group(*sections, Hanging(_ending(findings), hang=2), "")
 
 
 def _title(findings: MachineFindings) -> Text:
@@ -155,8 +156,10 @@ def _mark(good: bool, *, absent: str = "✗") -> Text:
     return Text("✓", style="green") if good else Text(absent, style="yellow")
 
 
-def _table(columns: int = 0) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+def _table(columns: int = 0) -> FittingTable:
+    table = FittingTable(
+        lead=2, box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False
+    )
     for position in range(columns):
         table.add_column(no_wrap=position < columns - 1, overflow="fold")
     return table
@@ -200,19 +203,25 @@ def probe_page(result: ProbeResult) -> RenderableType:
     when = datetime.fromtimestamp(probed.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     quick = ", in a hurry (`yunlu probe` measures it all)" if probed.is_quick else ""
     title = Text.assemble(
-        "\n ",
+        " ",
         (probed.name, f"bold {ACCENT}"),
         (f"  {probed.host} · torch {probed.torch} · {when}", "dim"),
         (f" · took {show_duration(probed.took_s)}{quick}", "dim"),
-        "\n",
     )
     return Group(
-        title, indented(_paces(probed)), "", *_facts(probed), _lesson(result.calibration), ""
+        "",
+        Hanging(title, hang=3),
+        "",
+        indented(_paces(probed)),
+        "",
+        *_facts(probed),
+        _lesson(result.calibration),
+        "",
     )
 
 
 def _paces(probed: MachineProfile) -> RenderableType:
-    table = plain_table()
+    table = plain_table(drop=("medium", "spread"), dropped_note="see --json", lead=2)
     table.add_column("")
     for name in ("precision", "threads", "small", "medium", "large", "spread"):
         table.add_column(name, justify="right")
@@ -229,7 +238,7 @@ def _rate(pace: KernelTiming, index: int) -> str:
     return f"{show_count(rate)}FLOP/s" if pace.kind in _COMPUTED else f"{show_bytes(rate)}/s"
 
 
-def _facts(probed: MachineProfile) -> Iterator[Text]:
+def _facts(probed: MachineProfile) -> Iterator[Hanging]:
     rows = {
         "memory": f"{show_bytes(probed.memory_bytes)}, {show_bytes(probed.memory_bytes_per_s)}/s",
         "operator": f"{show_duration(probed.call_s)} a call; in a model × {probed.mixed:.2f}, "
@@ -251,14 +260,14 @@ def _facts(probed: MachineProfile) -> Iterator[Text]:
             f"{show_bytes(start.resident_bytes)}"
         )
     for name, text in rows.items():
-        yield Text.assemble((f" {name:<12}", "dim"), text)
+        yield Hanging(Text.assemble((f" {name:<12}", "dim"), text), hang=13)
 
 
-def _lesson(learnt: LearntFactor) -> Text:
+def _lesson(learnt: LearntFactor) -> Hanging:
     if not learnt.runs:
         text = "no run yet: predictions come from these figures alone"
     else:
         runs = f"{learnt.runs} run" + ("s" if learnt.runs > 1 else "")
         text = f"{runs}: steps take × {learnt.factor:.2f} of what these figures say, "
         text += f"known to ± {learnt.sd_of_log:.0%}"
-    return Text.assemble((f" {'learnt':<12}", "dim"), text)
+    return Hanging(Text.assemble((f" {'learnt':<12}", "dim"), text), hang=13)

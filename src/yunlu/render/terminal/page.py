@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.secrets import clean_for_terminal, escape_for_json
+from yunlu.core.settings import terminal_columns
+from yunlu.render.terminal.fitting_table import FittingTable
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType, RenderResult
 
     from yunlu.core.value import Value
 
@@ -32,10 +37,95 @@ class TerminalConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
+        if (columns := terminal_columns()) is not None:
+            options.setdefault("width", max(columns, _NARROWEST))
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        return super()._render_buffer(map(_clean, buffer))
+        text = super()._render_buffer(map(_clean, buffer))
+        # Tables are padded to the width of the page: of no use in a file.
+        return text if self.is_terminal else re.sub(r" +(?=\n)", "", text)
+
+
+def has_width(console: Console) -> bool:
+    """Whether lines are to keep to a width: on a terminal, and where ``COLUMNS`` asks for it."""
+    return console.is_terminal or terminal_columns() is not None
+
+
+def print_lines(console: Console, text: Text, *, hang: int | None = None) -> None:
+    """Print text whose words can be copied: broken between words only, and not at all in a file.
+
+    ``hang``: spaces before the second and later lines of each paragraph; by default two more than before
+    its first.
+    """
+    if not has_width(console):
+        console.print(text, soft_wrap=True)
+        return
+    for paragraph in text.split("\n", allow_blank=True):
+        plain = paragraph.plain
+        below = len(plain) - len(plain.lstrip()) + 2 if hang is None else hang
+        for line in break_lines(paragraph, console.width, hang=below):
+            console.print(line, soft_wrap=True)
+
+
+_UNIT = re.compile(r"\s*(?:(?!  | · ).)*(?:  +| · )?")
+"""What is broken only if it is longer than a line: up to two spaces, or a dot between two."""
+_WORD = re.compile(
+    r"\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\uffef]+)\s*"
+)
+"""A word and the space after it; Chinese may be broken after every character."""
+_LABEL = 18
+"""A word that is longer than a line stays on that of its label."""
+
+
+def break_lines(text: Text, width: int, *, hang: int = 0) -> list[Text]:
+    """Lines of whole words, where possible of whole figures; what is longer, such as a path, is not cut."""
+    lines: list[Text] = []
+    for paragraph in text.split("\n", allow_blank=True):
+        offsets = _find_breaks(paragraph.plain, width, hang=hang)
+        parts = list(paragraph.divide(offsets)) or [Text()]
+        for index, line in enumerate(parts):
+            line.rstrip()
+            if index < len(parts) - 1 and line.plain.endswith(" ·"):
+                line.right_crop(2)
+            if index:
+                line.pad_left(hang)
+        lines += parts
+    return lines
+
+
+def _find_breaks(plain: str, width: int, *, hang: int) -> list[int]:
+    offsets: list[int] = []
+    used = 0
+    for unit in _UNIT.finditer(plain.rstrip()):
+        is_whole = hang + cell_len(unit[0].rstrip(" ·")) <= width
+        for found in [unit] if is_whole else _WORD.finditer(plain, unit.start(), unit.end()):
+            size = cell_len(found[0].rstrip(" ·") if is_whole else found[0].rstrip())
+            is_endless = hang + size > width and used <= _LABEL
+            if used and used + size > width and not is_endless:
+                offsets.append(found.start())
+                used = hang
+            used += cell_len(found[0])
+    return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Hanging:
+    """Text whose second and later lines begin further to the right; words stay whole."""
+
+    text: Text
+    hang: int = 3
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lines that fit."""
+        lines = break_lines(self.text, options.max_width, hang=self.hang)
+        for line in lines:
+            line.overflow = "fold"  # a word that is longer than a line: nothing is cut off
+            yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """As wide as its longest line."""
+        return Measurement.get(console, options, self.text)
 
 
 def print_text(text: str) -> None:
@@ -71,17 +161,21 @@ STATE_STYLES = {
     RunState.LOST: ("?", "bold magenta"),
 }
 _PAGE = 140
+_NARROWEST = 20
 
 
 def make_console() -> TerminalConsole:
-    """Standard output, at a width that reads well where no terminal says its own."""
+    """Standard output: as wide as the terminal or ``COLUMNS`` says, else as reads well in a file."""
     console = TerminalConsole()
-    return console if console.is_terminal else TerminalConsole(width=_PAGE)
+    if console.is_terminal or terminal_columns() is not None:
+        return console
+    return TerminalConsole(width=_PAGE)
 
 
-def plain_table() -> Table:
-    """A table with a rule under its head and no frame."""
-    return Table(
+def plain_table(**fitting: Any) -> FittingTable:
+    """A table with a rule under its head and no frame; ``fitting``: what happens where it does not fit."""
+    return FittingTable(
+        **fitting,
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

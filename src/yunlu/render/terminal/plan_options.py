@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from yunlu.core.units import show_bytes, show_count, show_duration, show_number
+from yunlu.core.units import (
+    estimate_count,
+    estimate_dollars,
+    estimate_time,
+    show_bytes,
+    show_count,
+    show_duration,
+    show_number,
+)
 from yunlu.render.terminal.event_lines import describe
-from yunlu.render.terminal.page import ACCENT, indented, plain_table
+from yunlu.render.terminal.page import ACCENT, Hanging, has_width, indented, plain_table
 from yunlu.render.terminal.run_display import DisplayedProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rich.console import Console, RenderableType
 
@@ -30,14 +38,16 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _MANY_DOLLARS = 1e7
 _MANY = 1e6
-_UNITS = (
-    *(("s", 1.0, 90), ("min", 60.0, 90), ("h", 3600.0, 48), ("d", 86400.0, 1000)),
-    ("years", 365.25 * 86400.0, math.inf),
-)
-"""A unit, its seconds, and up to how many of them it is used."""
+_WIDE = 120
+"""Columns from which options stand side by side."""
 
 
-def options_table(options: PlanOptions) -> RenderableType:
+def options_table(options: PlanOptions, *, width: int) -> RenderableType:
+    """One option a row where there is room for it, else one below the other."""
+    return _table_of(options) if width >= _WIDE else Group(*_blocks_of(options))
+
+
+def _table_of(options: PlanOptions) -> RenderableType:
     """One option a row: the expected value, and below it the interval; then why each won or lost."""
     table = plain_table()
     table.add_column("")
@@ -46,25 +56,58 @@ def options_table(options: PlanOptions) -> RenderableType:
     for title in ("memory", "pace", "time", "cost"):
         table.add_column(title, justify="right", no_wrap=True)
     for number, option in enumerate(options, start=1):
-        label = Text(f"{number}", style=f"bold {ACCENT}" if number == 1 else "dim")
-        table.add_row(label, *_cells(option))
+        table.add_row(_number(number), *(_two(*figure) for figure in _figures(option).values()))
     why = Table.grid(padding=(0, 3, 0, 0))
     for number, option in enumerate(options, start=1):
-        style = f"bold {ACCENT}" if number == 1 else "dim"
-        why.add_row(Text(f"{number}", style=style), Text(option.reason))
+        why.add_row(_number(number), Text(option.reason))
     return Group(indented(table), Text(""), indented(why))
+
+
+def _blocks_of(options: PlanOptions) -> Iterator[RenderableType]:
+    """An option after the other, a figure a line."""
+    for number, option in enumerate(options, start=1):
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        figures = _figures(option)
+        hardware, more = figures.pop("hardware")
+        head = Text.assemble(" ", _number(number), "  ", (hardware, "bold"))
+        for title, (value, below) in figures.items():
+            line = Text(value, style="bold")
+            if below:
+                line.append(f"  {below.replace(_BELOW, ' · ')}", style="not bold dim")
+            grid.add_row(title, Hanging(line, hang=0))
+        grid.add_row("why", Text(option.reason))
+        yield Text("") if number > 1 else Text()
+        yield head
+        about = Hanging(Text(more.replace(_BELOW, " · "), style="dim"), hang=0)
+        yield Padding(about, (0, 0, 0, 4))
+        yield Padding(grid, (0, 0, 0, 4), expand=False)
+
+
+def _number(number: int) -> Text:
+    return Text(f"{number}", style=f"bold {ACCENT}" if number == 1 else "dim")
 
 
 def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
     """Problems, assumptions, and the number of layouts that were compared."""
-    lines = [Text(f" {problem}", style="red") for problem in options.problems]
-    lines += [Text(f" note: {note}", style="dim") for note in options.notes]
+    lines = [Hanging(Text(f" {problem}", style="red")) for problem in options.problems]
+    lines += [Hanging(Text(f" note: {note}", style="dim")) for note in options.notes]
     best = options.best
     if best.lr_factor != 1.0:
         text = f" note: the learning rate is multiplied by {best.lr_factor:.3g} ({best.lr_scaling})"
-        lines.append(Text(text, style="dim"))
-    count = f" {options.layouts:,} layouts in {took_s:.2f} s of computing; below each figure, its 10 to 90 % interval"
-    return Group(Text(""), *lines, Text(count, style="dim"))
+        lines.append(Hanging(Text(text, style="dim")))
+    count = f" {options.layouts:,} layouts in {took_s:.2f} s of computing; with each figure, its 10 to 90 % interval"
+    return Group(Text(""), *lines, Hanging(Text(count, style="dim"), hang=1))
+
+
+def explained_lines(text: str, console: Console) -> Iterator[Text]:
+    """Where memory and time go; a long command over several lines, as a shell takes them."""
+    for line in text.splitlines():
+        if has_width(console) and len(line) >= console.width:
+            yield Text(f" {line}".replace(" --set ", " \\\n       --set "))
+        else:
+            yield Text(f" {line}")
 
 
 def rehearsal_block(plan: Plan, rehearsal: Rehearsal) -> RenderableType:
@@ -89,7 +132,8 @@ def rehearsal_block(plan: Plan, rehearsal: Rehearsal) -> RenderableType:
     ]
     if rehearsal.peak_bytes > room > 0:
         lines.insert(0, " the tensors alone do not fit into the memory of the device")
-    return Group(Text(""), indented(table), *(Text(line, style="dim") for line in lines))
+    notes = (Hanging(Text(line, style="dim")) for line in lines)
+    return Group(Text(""), indented(table), *notes)
 
 
 def comparison_table(names: Sequence[str], options: Sequence[Plan]) -> RenderableType:
@@ -134,34 +178,45 @@ _TEXTS: dict[str, Callable[[Plan], str]] = {
     "precision": lambda option: option.precision,
     "steps": lambda option: f"{option.steps:,}",
 }
-_FIGURES: dict[str, tuple[Callable[[Plan], Interval | None], Callable[[float], str]]] = {
-    "memory of a device": (lambda option: option.memory_bytes, show_bytes),
-    "a step": (lambda option: option.step_s, show_duration),
-    "samples/s": (lambda option: option.samples_per_s, show_count),
-    "tokens/s": (lambda option: option.tokens_per_s, show_count),
-    "time": (lambda option: option.total_s, show_duration),
-    "cost": (lambda option: option.dollars, show_dollars),
+_FIGURES: dict[
+    str, tuple[Callable[[Plan], Interval | None], Callable[[float, float, float], tuple[str, str]]]
+] = {
+    "memory of a device": (
+        lambda option: option.memory_bytes,
+        lambda value, low, high: (
+            show_bytes(value),
+            f"{show_bytes(low)}–{show_bytes(high)}",
+        ),
+    ),
+    "a step": (lambda option: option.step_s, estimate_time),
+    "samples/s": (lambda option: option.samples_per_s, estimate_count),
+    "tokens/s": (lambda option: option.tokens_per_s, estimate_count),
+    "time": (lambda option: option.total_s, estimate_time),
+    "cost": (lambda option: option.dollars, estimate_dollars),
 }
+_BELOW = "\n"
 
 
-def _cells(option: Plan) -> list[Text]:
+def _figures(option: Plan) -> dict[str, tuple[str, str]]:
+    """By title: what is predicted or chosen, and below it the interval or more about it."""
     memory, room = option.memory_bytes, option.hardware.memory_bytes
     pace, unit = option.samples_per_s, "samples/s"
     if option.tokens_per_s is not None:
         pace, unit = option.tokens_per_s, "tokens/s"
+    speed, speeds = estimate_count(*pace.edges)
     scale, name = (_GIB, "GiB") if room >= _GIB else (2**20, "MiB")
     value, most, high = (_digits(size / scale) for size in (memory.value, room, memory.high))
     cost = ("unknown", "")
     if option.dollars is not None:
-        cost = show_dollars(option.dollars.value), _range(option.dollars, show_dollars)
-    return [
-        _two(str(option.hardware), "\n".join(_about(option))),
-        _two(*_how(option)),
-        _two(f"{value} of {most} {name}", f"≤ {high}, {max(option.headroom, 0):.0%} free"),
-        _two(f"{show_count(pace.value)} {unit}", _range(pace, show_count)),
-        _two(*_spans(option.total_s)),
-        _two(*cost),
-    ]
+        cost = estimate_dollars(*option.dollars.edges)
+    return {
+        "hardware": (str(option.hardware), _BELOW.join(_about(option))),
+        "layout": _how(option),
+        "memory": (f"{value} of {most} {name}", f"≤ {high}, {max(option.headroom, 0):.0%} free"),
+        "pace": (f"{speed} {unit}", speeds),
+        "time": estimate_time(*option.total_s.edges),
+        "cost": cost,
+    }
 
 
 def _about(option: Plan) -> list[str]:
@@ -176,16 +231,7 @@ def _about(option: Plan) -> list[str]:
 def _how(option: Plan) -> tuple[str, str]:
     layout = str(option.layout) + (", zero1" if option.layout.zero1 else "")
     again = "" if option.recompute == "none" else f", recompute {option.recompute}"
-    return layout, f"batch {share_out(option)}\n{option.precision}{again}"
-
-
-def _spans(interval: Interval) -> tuple[str, str]:
-    """A time and its interval, in the unit that suits it."""
-    fitting = (scale for scale in _UNITS if interval.value < scale[2] * scale[1])
-    unit, size, _ = next(fitting, _UNITS[-1])
-    bounds = (interval.value, interval.low, interval.high)
-    value, low, high = (_digits(bound / size) for bound in bounds)
-    return f"{value} {unit}", f"{low}–{high} {unit}"
+    return layout, f"batch {share_out(option)}{_BELOW}{option.precision}{again}"
 
 
 def _digits(figure: float) -> str:
@@ -199,12 +245,11 @@ def _two(above: str, below: str) -> Text:
     return Text.assemble((above, "bold"), "\n", (below, "dim"))
 
 
-def _range(interval: Interval, show: Callable[[float], str]) -> str:
-    return f"{show(interval.low)}–{show(interval.high)}"
-
-
-def _both(interval: Interval | None, show: Callable[[float], str]) -> str:
-    return "–" if interval is None else f"{show(interval.value)} ({_range(interval, show)})"
+def _both(interval: Interval | None, show: Callable[[float, float, float], tuple[str, str]]) -> str:
+    if interval is None:
+        return "–"
+    value, between = show(*interval.edges)
+    return f"{value} ({between})" if between else value
 
 
 def _ratio(one: Interval | None, other: Interval | None) -> str:
@@ -227,7 +272,7 @@ _TITLES = (
 
 def rows_table(rows: Sequence[PredictedRow]) -> RenderableType:
     """One line for each row: its prediction, or why there is none."""
-    table = plain_table()
+    table = plain_table(lead=2)
     for title in _TITLES:
         table.add_column(title, justify="left" if title in {"model", "fits"} else "right")
     for row in rows:

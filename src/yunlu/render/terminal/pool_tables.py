@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -12,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_count, show_duration
-from yunlu.render.terminal.page import ACCENT, plain_table
+from yunlu.render.terminal.fitting_table import FittingTable
+from yunlu.render.terminal.page import ACCENT, Hanging, plain_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import RenderableType
 
     from yunlu.scheduler.pool_view import Explanation, PoolNode, PoolRun, PoolView, RequestedNode
     from yunlu.scheduler.queue import QueueEntry
@@ -37,6 +37,8 @@ _PHASES = {
 _FIRST_LEFT_OUT = ("cores", "pace", "team", "$", "prio", "progress", "deadline", "start")
 """Columns that a narrow screen leaves out, in this order."""
 _OLD_S = 30.0
+_MUCH = 0.2
+"""Share of the cores that is worth a word."""
 _MANY_MOST = 1 << 16
 
 
@@ -44,26 +46,27 @@ def pool_page(view: PoolView, *, now: float) -> RenderableType:
     """Nodes, then runs, then problems."""
     parts: list[RenderableType] = [_title(view)]
     if view.nodes:
-        parts += [_nodes(view), Text("")]
+        parts += [_nodes(view), *_others(view), Text("")]
     if view.pending_nodes:
-        parts += [Text(_pending_nodes(view.pending_nodes, now), style="cyan"), Text("")]
+        pending = Text(_pending_nodes(view.pending_nodes, now), style="cyan")
+        parts += [Hanging(pending), Text("")]
     if view.runs:
-        parts.append(_Runs(view, now))
+        parts.append(_runs(view, now))
     else:
         parts.append(Text("nothing is queued: yunlu submit JOB", style="dim"))
     age_s = now - (view.at or now)
     if view.is_up and age_s > _OLD_S:
         text = f"the service last looked {show_duration(age_s)} ago: see .pool/service.log"
-        parts.append(Text(text, style="yellow"))
+        parts.append(Hanging(Text(text, style="yellow")))
     for name, trouble in view.troubles.items():
-        parts.append(Text(f"{name}: {trouble}", style="yellow"))
+        parts.append(Hanging(Text(f"{name}: {trouble}", style="yellow")))
     return Group(*parts)
 
 
 def why_page(explanation: Explanation) -> RenderableType:
     """One run explained."""
     parts: list[RenderableType] = [
-        Text.assemble((explanation.run, "bold"), "  ", explanation.standing),
+        Hanging(Text.assemble((explanation.run, "bold"), "  ", explanation.standing)),
         Text(""),
     ]
     if explanation.history:
@@ -77,18 +80,20 @@ def why_page(explanation: Explanation) -> RenderableType:
                 else f"{name} {_figure(value)}"
                 for name, value in last.figures.items()
             )
-            parts.append(Text(f"by: {figures}", style="dim"))
+            parts.append(Hanging(Text(f"by: {figures}", style="dim")))
     else:
         parts.append(Text("nothing has been decided on it yet", style="dim"))
     others = {run: count for run, count in explanation.holders.items() if run != explanation.run}
     if others:
         holders = ", ".join(f"{run} {count}" for run, count in others.items())
-        parts.append(Text(f"devices are held by: {holders}", style="dim"))
+        parts.append(Hanging(Text(f"devices are held by: {holders}", style="dim")))
     return Group(*parts)
 
 
-def _history(explanation: Explanation) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
+def _history(explanation: Explanation) -> FittingTable:
+    table = FittingTable(
+        lead=2, box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False
+    )
     for decision in explanation.history:
         when = time.strftime("%H:%M:%S", time.localtime(decision.at))
         before, devices = decision.was, decision.devices
@@ -111,7 +116,7 @@ def terms_line(entry: QueueEntry, *, now: float) -> str:
     return ", ".join(terms)
 
 
-def _title(view: PoolView) -> Text:
+def _title(view: PoolView) -> RenderableType:
     if not view.is_up:
         return Text("no pool is up: yunlu pool up starts one\n", style="yellow")
     facts = [
@@ -121,11 +126,12 @@ def _title(view: PoolView) -> Text:
     ]
     if view.dollars_per_hour:
         facts.append(f"${view.dollars_per_hour:.2f}/h")
-    return Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts), "\n")
+    line = Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts))
+    return Group(Hanging(line, hang=6), "")
 
 
 def _nodes(view: PoolView) -> Table:
-    table = plain_table()
+    table = plain_table(drop=("type", "$/h", "use"), dropped_note="see --json")
     for title in ("node", "type", "devices", "held by", "use", "$/h"):
         table.add_column(title, no_wrap=title != "held by", overflow="fold")
     holders: dict[str, list[str]] = {}
@@ -150,6 +156,26 @@ def _nodes(view: PoolView) -> Table:
     return table
 
 
+def _others(view: PoolView) -> list[RenderableType]:
+    """What other programs take of this machine: its cores are shared out as if they were free."""
+    taken, cores = view.machine.get("other_cores"), view.machine.get("cores")
+    if not taken or not cores or taken < _MUCH * cores:
+        return []
+    text = (
+        f"other programs keep {taken:.1f} of {cores:g} cores busy: runs get less than their share"
+    )
+    return [Hanging(Text(text, style="yellow"))]
+
+
+def _share_cores(view: PoolView, run: PoolRun) -> float | None:
+    """Cores that a run's devices stand for, where they are shares of this machine's processors."""
+    cores = view.machine.get("cores")
+    is_shared = len(view.nodes) == 1 and view.nodes[0].type == "cpu"
+    if not is_shared or not cores or not run.devices or "other_cores" not in view.machine:
+        return None
+    return cores * run.devices / max(view.devices, 1)
+
+
 def _pending_nodes(nodes: Sequence[RequestedNode], now: float) -> str:
     """Number of nodes of each kind that were requested, and when the first is expected."""
     kinds: dict[tuple[str, int], list[float]] = {}
@@ -171,38 +197,14 @@ def _busy(node: PoolNode) -> str:
     return f"cpu {node.cpu:.0%}, memory {node.memory:.0%}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
+def _runs(view: PoolView, now: float) -> FittingTable:
     """The runs, in as many columns as fit."""
-
-    view: PoolView
-    now: float
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        runs = self.view.runs
-        facts = {"deadline": "deadline_at", "$": "dollars", "team": "team"}
-        absent = {
-            title for title, key in facts.items() if not any(getattr(run, key) for run in runs)
-        }
-        cells = [_cells(run, self.now) for run in runs]
-        titles = [title for title in cells[0] if title not in absent]
-        left_out: list[str] = []
-        endless = options.update(max_width=10_000)
-        table = _table_of(titles, cells)
-        for title in _FIRST_LEFT_OUT:
-            if console.measure(table, options=endless).maximum <= options.max_width:
-                break
-            if title in titles:
-                titles.remove(title)
-                left_out.append(title)
-                table = _table_of(titles, cells)
-        yield table
-        if left_out:
-            yield Text(f"no room for: {', '.join(left_out)}; see --json", style="dim")
-
-
-def _table_of(titles: Sequence[str], rows: Sequence[Mapping[str, str | Text]]) -> Table:
-    table = plain_table()
+    runs = view.runs
+    facts = {"deadline": "deadline_at", "$": "dollars", "team": "team"}
+    absent = {title for title, key in facts.items() if not any(getattr(run, key) for run in runs)}
+    rows = [_cells(run, now, _share_cores(view, run)) for run in runs]
+    table = plain_table(drop=_FIRST_LEFT_OUT, dropped_note="see --json", lead=2)
+    titles = [title for title in rows[0] if title not in absent]
     for title in titles:
         table.add_column(
             "" if title == "phase" else title,
@@ -215,7 +217,17 @@ def _table_of(titles: Sequence[str], rows: Sequence[Mapping[str, str | Text]]) -
     return table
 
 
-def _cells(run: PoolRun, now: float) -> dict[str, str | Text]:
+def _cores(run: PoolRun, share: float | None) -> Text:
+    """Busy cores of its processes, and of how many; yellow where it does not get what it holds."""
+    if run.cores is None or not run.devices:
+        return Text("–")
+    if share is None:
+        return Text(f"{run.cores:.1f}")
+    text = f"{run.cores:.1f} of {share:.2g}"
+    return Text(text, style="yellow" if run.cores < (1 - _MUCH) * share else "")
+
+
+def _cells(run: PoolRun, now: float, share: float | None) -> dict[str, str | Text]:
     sign, style = _PHASES.get(run.phase, ("·", "dim"))
     return {
         "run": run.id,
@@ -223,7 +235,7 @@ def _cells(run: PoolRun, now: float) -> dict[str, str | Text]:
         "devices": _devices(run),
         "progress": "–" if run.progress is None else f"{run.progress:.0%}",
         "pace": f"{show_count(run.samples_per_s)}/s" if run.samples_per_s else "–",
-        "cores": "–" if run.cores is None or not run.devices else f"{run.cores:.1f}",
+        "cores": _cores(run, share),
         "start": _until(run.start_at, now) if not run.devices else "",
         "end": _until(run.end_at, now),
         "deadline": _deadline(run, now),

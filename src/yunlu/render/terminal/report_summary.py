@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,8 @@ from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.worker_groups import name_worker
 from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
+from yunlu.render.terminal.fitting_table import FittingTable, Flowing
+from yunlu.render.terminal.page import Hanging
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
@@ -67,18 +70,19 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def print_summary(report: Report, console: Console) -> None:
     """State, scores, confusion, loss, predicted beside measured, time and paths."""
-    console.print(_heading(report))
+    console.print(Hanging(_heading(report), hang=2))
     if report.failure is not None:
         first = f"{report.failure.worker}: " if report.failure.worker else ""
-        console.print(Text(f"  {first + report.failure.message}", "red"))
+        console.print(Hanging(Text(f"  {first + report.failure.message}", "red"), hang=4))
         if report.failure.hint:
-            console.print(Text(f"  → {report.failure.hint}"))
+            console.print(Hanging(Text(f"  → {report.failure.hint}"), hang=4))
     for warning in report.warnings:
-        console.print(Text(f"  ! {warning}", "yellow"))
+        console.print(Hanging(Text(f"  ! {warning}", "yellow"), hang=4))
     for finding in report.findings:
-        console.print(Text(f"  · {show_finding(finding).en}"))
+        console.print(Hanging(Text(f"  · {show_finding(finding).en}"), hang=4))
     if (loss := report.curve("train_loss")) is not None:
-        console.print(_loss_line(loss.values))
+        room = console.width - len("  loss    0.0000 → 0.0000")
+        console.print(_loss_line(loss.values, width=max(8, min(_BAR_WIDTH, room))))
     if report.evaluations:
         console.print(_evaluation_table(report.evaluations))
     matrix = report.confusion
@@ -87,7 +91,7 @@ def print_summary(report: Report, console: Console) -> None:
     if any(comparison.is_known for comparison in report.comparisons):
         console.print(_comparison_table(report))
     if report.time is not None:
-        console.print(_time_line(report.time.totals))
+        console.print(_time_line(report.time.totals, width=console.width))
     if report.worker_group is not None:
         console.print(_group_block(report.worker_group))
     if report.communication is not None:
@@ -137,18 +141,14 @@ def _heading(report: Report) -> Text:
     return text.append(f"\n  {known}", "dim") if known else text
 
 
-def _loss_line(values: Sequence[float]) -> Text:
+def _loss_line(values: Sequence[float], *, width: int) -> Text:
     span = f"  {show_number(values[0])} → {show_number(values[-1])}"
-    return Text.assemble("\n  loss  ", (sparkline(values), "blue"), (span, "dim"))
+    return Text.assemble("\n  loss  ", (sparkline(values, width), "blue"), (span, "dim"))
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=f"  {title}",
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
+def _table(title: str, **fitting: Any) -> FittingTable:
+    return FittingTable(
+        **fitting, heading=f"  {title}", caption_justify="left", box=box.SIMPLE_HEAD
     )
 
 
@@ -176,10 +176,12 @@ def _evaluation_table(rows: Sequence[EvaluationRow]) -> Table:
 
 
 def _confusion_table(matrix: ConfusionMatrix) -> Table:
-    table = _table(f"Confusion ({matrix.split}; rows are true labels)")
-    table.add_column("", no_wrap=True, max_width=20)
+    title = f"Confusion ({matrix.split}; rows are true labels)"
+    labels = len(matrix.labels)
+    table = _table(title, instead=f"no room for {labels} labels: see the report")
+    table.add_column("", no_wrap=True, max_width=16)
     for label in matrix.labels:
-        table.add_column(Text(label), justify="right", no_wrap=True, max_width=9)
+        table.add_column(Text(label), justify="right", no_wrap=True, max_width=8)
     for i, (label, row) in enumerate(zip(matrix.labels, matrix.counts, strict=True)):
         cells = [
             Text(str(count), "dim" if not count else "bold green" if i == j else "red")
@@ -192,7 +194,7 @@ def _confusion_table(matrix: ConfusionMatrix) -> Table:
 def _comparison_table(report: Report) -> Table:
     known = [comparison for comparison in report.comparisons if comparison.is_known]
     has_estimate = any(comparison.estimated is not None for comparison in known)
-    table = _table("Predicted beside measured")
+    table = _table("Predicted beside measured", drop=("estimated", "ratio"))
     table.add_column("")
     for name in (*(("estimated", "10–90 %") if has_estimate else ()), "predicted", "measured"):
         table.add_column(name, justify="right")
@@ -223,20 +225,25 @@ def _interval(comparison: Comparison) -> str:
         return ""
     low, high = (show_quantity(comparison.quantity, value) for value in comparison.interval)
     sign = {True: " ✓", False: " ✗", None: ""}[comparison.inside]
-    return f"{low} – {high}{sign}"
+    number, _, unit = low.partition(" ")
+    same_unit = unit and high.endswith(f" {unit}")
+    return f"{number if same_unit else low}–{high}{sign}"
 
 
-def _time_line(totals: dict[str, float]) -> Text:
+def _time_line(totals: dict[str, float], *, width: int) -> RenderableType:
     whole = sum(totals.values())
     text = Text("  time  ")
+    bar = max(8, min(_BAR_WIDTH, width - 16))
     spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
     for part, seconds in spent.items():
-        text.append("█" * max(1, round(_BAR_WIDTH * seconds / whole)), _PARTS[part])
-    legend = Text("\n        ")
-    for part, seconds in spent.items():
-        legend.append("■ ", _PARTS[part])
-        legend.append(f"{part} {show_duration(seconds)} ({seconds / whole:.0%})  ")
-    return text.append_text(legend)
+        text.append("█" * max(1, round(bar * seconds / whole)), _PARTS[part])
+    items = [
+        Text.assemble(
+            ("■ ", _PARTS[part]), f"{part} {show_duration(seconds)} ({seconds / whole:.0%})"
+        )
+        for part, seconds in spent.items()
+    ]
+    return Group(text, Padding(Flowing(items, "  "), (0, 0, 0, 8)))
 
 
 def _group_block(worker_group: WorkerGroupHistory) -> Group:
@@ -252,7 +259,7 @@ def _group_block(worker_group: WorkerGroupHistory) -> Group:
     blocks: list[RenderableType] = [_member_table(worker_group), _layout_table(newest)]
     if len(worker_group.changes) > 1 or worker_group.faults:
         blocks.insert(0, _happened_table(worker_group))
-    return Group(line, *blocks)
+    return Group(Hanging(line, hang=4), *blocks)
 
 
 def _communication_block(communication: Communication) -> Table:
@@ -264,7 +271,7 @@ def _communication_block(communication: Communication) -> Table:
 
 
 def _happened_table(worker_group: WorkerGroupHistory) -> Table:
-    table = _table("What happened to the workers")
+    table = _table("What happened to the workers", prose=("what",), lead=2)
     for name in ("time", "step", "what", "lost", "again"):
         table.add_column(name, justify="left" if name == "what" else "right")
     rows: list[tuple[float, str, str, str, str, str | None]] = []
@@ -286,7 +293,7 @@ def _happened_table(worker_group: WorkerGroupHistory) -> Table:
 
 
 def _member_table(worker_group: WorkerGroupHistory) -> Table:
-    table = _table("Each worker")
+    table = _table("Each worker", drop=("rank", "memory"))
     table.add_column("worker")
     table.add_column("rank", justify="right")
     table.add_column("host")
@@ -351,14 +358,14 @@ def _trace_table(traced: TraceWritten) -> Group:
     for row in traced.table[:_MOST_OPERATORS]:
         own = show_duration(row.self_s)
         table.add_row(Text(row.name), own, f"{row.share:.1%}", f"{row.calls:,}")
-    return Group("", table, phases)
+    return Group("", table, Hanging(phases, hang=10))
 
 
 def _paths(report: Report) -> Text:
     text = Text()
     if report.trace is not None and report.trace.path:
-        text.append(f"\n  trace   {report.path}/{report.trace.path}  ")
-        text.append("(opens in ui.perfetto.dev)", "dim")
+        text.append(f"\n  trace   {report.path}/{report.trace.path}")
+        text.append("\n          (opens in ui.perfetto.dev)", "dim")
     if report.exported is not None:
         text.append(f"\n  model   {report.path}/{report.exported.path}")
     return text.append(f"\n  report  {report.path}/{Document.REPORT_PAGE}")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.render.terminal.page import ACCENT, indented, plain_table, state_text
+from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table, state_text
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def run_page(run: RunDetails) -> RenderableType:
     """State, plan, workers, evaluations, checkpoints and warnings; not the paths."""
     from yunlu.render.terminal.event_lines import (  # noqa: PLC0415 (slow to import; no list needs it)
         communication_line,
+        event_row,
         fault_line,
         plan_block,
     )
@@ -40,16 +41,18 @@ def run_page(run: RunDetails) -> RenderableType:
         parts.append(plan_block(run.plan))
     if (group := run.worker_group) is not None:
         parts += _section(f"workers: {group.layout}", _workers(group))
-        parts += [Text(f" {fault_line(lost)}") for lost in run.lost_workers[-_FEW:]]
+        parts += [Hanging(Text(f" {fault_line(lost)}")) for lost in run.lost_workers[-_FEW:]]
     if run.communication is not None:
-        line = communication_line(run.communication)
-        parts.append(Text("\n exchange    ").append_text(line))
+        parts += ["", event_row("exchange", communication_line(run.communication), style="")]
     if run.batch or run.noise:
-        parts.append(Text(f"\n batch       {_batch_line(run.batch, run.noise)}"))
+        parts += ["", event_row("batch", Text(_batch_line(run.batch, run.noise)), style="")]
     parts += _section("evaluations", _evaluations(run.evaluations))
     parts += _section("checkpoints", _checkpoints(run.checkpoints))
     parts.append("")
-    parts += [Text(f" warning     {warning}", style="yellow") for warning in run.warnings]
+    parts += [
+        event_row("warning", Text(warning, style="yellow"), style="yellow")
+        for warning in run.warnings
+    ]
     return Group(*parts)
 
 
@@ -59,7 +62,7 @@ def path_lines(paths: dict[str, str]) -> list[Text]:
 
 
 def _head(run: RunDetails) -> list[RenderableType]:
-    title = Text(f"\n {run.id}", style=f"bold {ACCENT}")
+    title = Text(f" {run.id}", style=f"bold {ACCENT}")
     line = Text.assemble(" ", state_text(run.state))
     if run.step is not None and run.steps:
         line.append(f"  step {run.step}/{run.steps} ({run.progress or 0:.0%})")
@@ -69,17 +72,14 @@ def _head(run: RunDetails) -> list[RenderableType]:
         line.append(f"  ETA {show_duration(run.eta_s)}")
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created_at))
     line.append(f"  since {created}", style="dim")
-    lines: list[RenderableType] = [
-        Text.assemble(title, (f"  {run.task} · {run.model}", "dim")),
-        line,
-    ]
+    lines = [Text.assemble(title, (f"  {run.task} · {run.model}", "dim")), line]
     if run.caution:
         lines.append(Text(f" {run.caution}", style="yellow"))
     if run.error:
         lines.append(Text(f" {run.error}", style="red"))
     if run.state.can_resume:
         lines.append(Text(f" yunlu resume {run.id} continues it", style="dim"))
-    return lines
+    return ["", *(Hanging(line) for line in lines)]
 
 
 def _batch_line(change: BatchChanged | None, noise: dict[str, float]) -> str:
@@ -141,14 +141,15 @@ def _section(title: str, table: Table | None) -> list[RenderableType]:
 
 
 _DAY_S = 86_400
+_LONG_MODEL = 40
 
 
 def run_table(runs: Sequence[ListedRun], *, now: float) -> Table:
     """One line for each run."""
-    table = plain_table()
+    table = plain_table(drop=("model", "task", "workers", "age"), dropped_note="yunlu show RUN")
     table.add_column("run", style="bold", no_wrap=True)
-    table.add_column("task", overflow="ellipsis", no_wrap=True)
-    table.add_column("model", overflow="ellipsis", no_wrap=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("model", no_wrap=True, max_width=_LONG_MODEL, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
     table.add_column("progress", no_wrap=True)
     table.add_column("metric", no_wrap=True)

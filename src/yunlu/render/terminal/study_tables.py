@@ -19,11 +19,20 @@ from yunlu.render.format import (
     shorten,
     show_amount,
     show_dollars,
+    show_estimate,
     show_param,
     show_value,
     train_command,
 )
-from yunlu.render.terminal.page import ACCENT, TerminalConsole, indented, plain_table, print_note
+from yunlu.render.terminal.page import (
+    ACCENT,
+    Hanging,
+    TerminalConsole,
+    indented,
+    plain_table,
+    print_lines,
+    print_note,
+)
 from yunlu.render.terminal.report_summary import sparkline
 from yunlu.tuning.facts import rank_trials, wall_s
 from yunlu.tuning.values import TrialState
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from yunlu.render.terminal.fitting_table import FittingTable
     from yunlu.tuning.facts import StudyView, TrialFacts
     from yunlu.tuning.values import Dimension
 
@@ -59,14 +69,8 @@ _QUANTITIES = {"trials": "trials", "seconds": "time", "dollars": "cost"}
 
 
 def print_block(console: Console, block: RenderableType) -> None:
-    """Print it one space from the edge; without the padding of tables, which is of no use in a file."""
-    if console.is_terminal:
-        console.print(indented(block))
-        return
-    with console.capture() as text:
-        console.print(indented(block))
-    lines = [line.rstrip() for line in text.get().splitlines()]
-    console.file.write("\n".join(lines) + "\n")
+    """Print it one space from the edge."""
+    console.print(indented(block))
     console.file.flush()
 
 
@@ -74,7 +78,7 @@ def study_page(
     view: StudyView, *, now: float, width: int, rows: int | None = None
 ) -> RenderableType:
     """The study at a glance: its title, its trials, how far it is."""
-    parts: list[RenderableType] = [title_line(view), Text("")]
+    parts: list[RenderableType] = [Hanging(title_line(view), hang=2), Text("")]
     if view.trials:
         parts += [trials_table(view, width=width, rows=rows), Text("")]
     else:
@@ -96,7 +100,6 @@ def title_line(view: StudyView) -> Text:
         text.append(f"  {how}", style="dim")
     if view.reason:
         text.append(f"  {view.reason}", style="dim")
-    text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
@@ -104,18 +107,21 @@ def trials_table(view: StudyView, *, width: int, rows: int | None = None) -> Ren
     """A row for each trial, the best first; of more than fit the best, and those that run."""
     shown = choose_rows(view, rows)
     short = shorten(dimension.name for dimension in view.dimensions)
-    fields = list(view.dimensions)
+    fields, without = list(view.dimensions), list[str]()
+    optional = ["curve", "rung", "dev", "cost", "device time"]
     table = _build_table(view, shown, fields, short)
-    while len(fields) > 1 and _RULER.measure(table).maximum > width:
-        fields.pop()
-        table = _build_table(view, shown, fields, short)
+    while (len(fields) > 1 or optional) and _RULER.measure(table).maximum > width:
+        if len(fields) > 1:
+            fields.pop()
+        else:
+            without.append(optional.pop(0))
+        table = _build_table(view, shown, fields, short, without)
     left = len(view.trials) - len(shown)
     notes = [f"{left} more: yunlu study show {view.name} --all"] if left else []
-    if hidden := [
-        short[dimension.name] for dimension in view.dimensions if dimension not in fields
-    ]:
+    hidden = [short[dimension.name] for dimension in view.dimensions if dimension not in fields]
+    if hidden := [*hidden, *without]:
         notes.append(f"not shown: {', '.join(hidden)}")
-    return Group(table, *(Text(note, style="dim") for note in notes))
+    return Group(table, *(Hanging(Text(note, style="dim"), hang=2) for note in notes))
 
 
 def _build_table(
@@ -123,7 +129,19 @@ def _build_table(
     shown: Sequence[TrialFacts],
     fields: Sequence[Dimension],
     short: Mapping[str, str],
+    without: Sequence[str] = (),
 ) -> Table:
+    """``without``: columns that there is no room for."""
+    table = _all_columns(view, shown, fields, short)
+    return table.without(without) if without else table
+
+
+def _all_columns(
+    view: StudyView,
+    shown: Sequence[TrialFacts],
+    fields: Sequence[Dimension],
+    short: Mapping[str, str],
+) -> FittingTable:
     table = plain_table()
     table.collapse_padding = True
     table.add_column("", justify="right", no_wrap=True)
@@ -170,8 +188,27 @@ def choose_rows(view: StudyView, rows: int | None) -> list[TrialFacts]:
     return [facts for facts in ranked if facts.number in numbers]
 
 
-def progress_line(view: StudyView, *, now: float, bar: bool = True) -> RenderableType:
-    """Trials, time and money, and the best so far; with a bar while the study runs."""
+def progress_text(view: StudyView, *, now: float) -> Text:
+    """Trials, time and money, and the best so far, in one line."""
+    return Text("  ").join(_progress_lines(view, now=now))
+
+
+def progress_line(view: StudyView, *, now: float) -> RenderableType:
+    """The same in three lines, with a bar while the study runs."""
+    lines = _progress_lines(view, now=now)
+    share = _progress(view, now) if view.state == "running" else None
+    if share is None:
+        return Group(*lines)
+    grid = Table.grid(padding=(0, 1))
+    drawn = ProgressBar(
+        total=1, completed=share, width=16, complete_style=ACCENT, finished_style="green"
+    )
+    for index, line in enumerate(lines):
+        grid.add_row("" if index else drawn, line)
+    return grid
+
+
+def _progress_lines(view: StudyView, *, now: float) -> list[Text]:
     limit = f" of {view.trials_limit}" if view.trials_limit else ""
     parts = [f"{len(view.trials)}{limit} trials"]
     if (wall := wall_s(view, now)) is not None:
@@ -191,18 +228,7 @@ def progress_line(view: StudyView, *, now: float, bar: bool = True) -> Renderabl
                 (f" (trial {view.best.number})", "dim"),
             )
         )
-    share = _progress(view, now) if view.state == "running" else None
-    if not bar:
-        return Text("  ").join(lines)
-    if share is None:
-        return Group(*lines)
-    grid = Table.grid(padding=(0, 1))
-    drawn = ProgressBar(
-        total=1, completed=share, width=16, complete_style=ACCENT, finished_style="green"
-    )
-    for index, line in enumerate(lines):
-        grid.add_row("" if index else drawn, line)
-    return grid
+    return lines
 
 
 def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
@@ -212,11 +238,9 @@ def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
         interval = forecast.get(quantity)
         if interval is None:
             continue
-        value = show_amount(quantity, interval["value"])
-        low, high = (show_amount(quantity, interval[edge]) for edge in ("low", "high"))
-        between = f"{low} to {high}" if low != high else ""
+        value, between = show_estimate(quantity, interval)
         grid.add_row(Text(name, style="dim"), Text(value, style="bold"), Text(between, style="dim"))
-    notes = [Text(f"{note}", style="dim") for note in forecast.get("notes") or ()]
+    notes = [Hanging(Text(f"{note}", style="dim"), hang=2) for note in forecast.get("notes") or ()]
     return Group(Text("forecast", style=f"bold {ACCENT}"), grid, *notes)
 
 
@@ -237,11 +261,9 @@ def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
         if interval is None or measured is None:
             continue
         inside = interval["low"] <= measured <= interval["high"]
-        low, high = (show_amount(quantity, interval[edge]) for edge in ("low", "high"))
         table.add_row(
             Text(name, style="dim"),
-            show_amount(quantity, interval["value"]),
-            f"{low} – {high}",
+            *show_estimate(quantity, interval),
             Text(show_amount(quantity, measured), style="bold green" if inside else "bold yellow"),
         )
     return table if table.row_count else None
@@ -321,7 +343,7 @@ def describe_state(facts: TrialFacts) -> str:
 
 def studies_table(views: Sequence[StudyView], *, now: float) -> Table:
     """A row for each study."""
-    table = plain_table()
+    table = plain_table(drop=("cost", "began"), dropped_note="yunlu study show NAME")
     table.add_column("study", style="bold", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for title in ("trials", "best", "time", "cost"):
@@ -405,6 +427,8 @@ def _when(at: float | None) -> str:
 _FRAME = 12
 """Lines of the screen that are not rows of the table."""
 _LINE_EVERY_S = 30.0
+_HANG = 24
+"""Below what happened to a trial, where it goes on in a second line."""
 
 
 class StudyDisplay(Protocol):
@@ -478,22 +502,21 @@ class PlainStudy:
         for facts in view.trials:
             before = self._known.get(facts.number)
             for text in _news(view, before, facts):
-                self._print(Text(f" trial {facts.number:<4} {text}"))
+                print_lines(self._console, Text(f" trial {facts.number:<4} {text}"), hang=_HANG)
+                self._console.file.flush()
             self._known[facts.number] = facts
         if time.monotonic() - self._told_at > _LINE_EVERY_S:
             self._told_at = time.monotonic()
-            self._print(indented(progress_line(view, now=time.time(), bar=False)))
+            line = Text(" ").append_text(progress_text(view, now=time.time()))
+            print_lines(self._console, line, hang=_HANG)
 
     def note(self, message: str) -> None:
         """A line."""
-        self._print(Text(f" {message}"))
+        print_lines(self._console, Text(f" {message}"), hang=3)
+        self._console.file.flush()
 
     def close(self) -> None:
         """Nothing moves here."""
-
-    def _print(self, block: RenderableType) -> None:
-        self._console.print(block, soft_wrap=True)
-        self._console.file.flush()
 
 
 class QuietStudy:

@@ -29,6 +29,7 @@ class MetricWriter:
     def __init__(self, run: RunStore) -> None:
         self._run = run
         self._appended = 0
+        self._is_writer = False
         self._sealing: threading.Thread | None = None
         self._failed = False
 
@@ -39,6 +40,7 @@ class MetricWriter:
         with self._run.claim(Claim.METRICS, wait=True):
             self._run.append(Log.METRICS, records)
         self._appended += len(records)
+        self._is_writer = True
         is_sealing = self._sealing is not None and self._sealing.is_alive()
         if self._appended >= SEGMENT_ROWS and not is_sealing and not self._failed:
             self._appended = 0
@@ -52,13 +54,13 @@ class MetricWriter:
         if self._sealing is not None:
             self._sealing.join()
             self._sealing = None
-        if not self._failed:
+        if self._is_writer and not self._failed:  # of several workers, one writes
             self._seal(_FEWEST)
 
     def _seal(self, fewest: int) -> None:
         try:
             seal_metrics(self._run, fewest=fewest)
-        except (OSError, YunluError) as error:  # all is in the tail as before
+        except (OSError, ValueError, YunluError) as error:  # all is in the tail as before
             self._failed = True
             self._run.warn(f"The metrics stay JSON lines, which take more room: {error}")
 
@@ -68,6 +70,8 @@ def seal_metrics(run: RunStore, *, fewest: int = 1) -> int:
     tail = read_tail(run)
     lines = list(tail.whole_lines())
     older = lines[: max(len(lines) - RECENT_LINES, 0)]
+    if fewest >= SEGMENT_ROWS:  # while the run goes on: whole segments, the rest next time
+        older = older[: len(older) // SEGMENT_ROWS * SEGMENT_ROWS]
     if len(older) < max(fewest, 1):
         return 0
     for first in range(0, len(older), SEGMENT_ROWS):

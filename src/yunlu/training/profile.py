@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from yunlu.core.errors import TrainingError
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Profile
 from yunlu.planning.planner import (
@@ -31,6 +32,7 @@ from yunlu.training.device import move_model, synchronize
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
 from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.precision import Precision
+from yunlu.training.tasks.own_metrics import open_scorer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -89,7 +91,7 @@ def measure(
         precision = Precision(settings.precision, device)
         # Evaluation always pads.
         padded = timer.micros(settings.model_copy(update={"padding": "pad"}))[0]
-        metrics, evaluate_s = _score(task, model, padded, precision)
+        metrics, evaluate_s = _score(job, inputs, padded, precision)
     profile = Profile(
         parameters=parameters,
         trainable=trainable,
@@ -168,8 +170,9 @@ def _restored(model: nn.Module) -> Generator[None]:
 
 
 def _score(
-    task: Task, model: nn.Module, batch: Batch, precision: Precision
+    job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision
 ) -> tuple[set[str], float]:
+    task, model = inputs.task, inputs.model
     model.eval()
     scorer = task.scorer()
 
@@ -181,7 +184,27 @@ def _score(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a handful of samples leaves some metrics undefined
         seconds = _time(once, precision.device)
-        return {"loss", *scorer.result().metrics}, seconds
+        return {"loss", *scorer.result().metrics, *_own_metrics(job, inputs, batch, precision)}, seconds
+
+
+def _own_metrics(
+    job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision
+) -> set[str]:
+    """Names of the user's metrics, as far as a few samples tell."""
+    if not inputs.metrics:
+        return set()
+    scorer = open_scorer(inputs.task, inputs.metrics)
+    with torch.no_grad(), precision.forward():
+        scorer.add(inputs.task.loss(inputs.model, batch)[1], batch)
+    try:
+        return set(scorer.result().metrics)
+    except TrainingError:
+        # Some cannot be computed of a handful of samples, such as an area under a curve where all are of
+        # one class. A real evaluation will show; until then, what the job asks for is believed.
+        wanted = {job.train.checkpoint.metric}
+        if job.train.early_stopping is not None:
+            wanted.add(job.train.early_stopping.metric)
+        return {*(metric.name for metric in inputs.metrics), *(wanted - {"auto"})}
 
 
 def _time(once: Callable[[], Any], device: torch.device) -> float:

@@ -37,7 +37,7 @@ from yunlu.training.runner import Runner
 from yunlu.training.topology.single import SingleTopology
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from yunlu.runs.run_store import RunStore
     from yunlu.training.tasks.task import Task
@@ -71,8 +71,17 @@ def main() -> int:
     return 1 if state is RunState.FAILED else 0
 
 
-def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
-    """Run one attempt; every outcome is reported as an event, no exception escapes."""
+def run(
+    run: Path,
+    *,
+    task: Task | None = None,
+    callbacks: Sequence[Any] = (),
+    plan_only: bool = False,
+) -> RunState:
+    """Run one attempt; every outcome is reported as an event, no exception escapes.
+
+    ``task`` and ``callbacks`` are objects of the user's own process.
+    """
     directory = open_run(run)
     try:
         with run_lock(directory), _torch_settings_restored(), signals_as_stop() as stop:
@@ -83,6 +92,7 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
             change_state(directory, RunState.PLANNING)
             topology = SingleTopology(stop, task=task, plan_only=plan_only)
             runner = Runner(directory, job, topology, attempt=attempt)
+            runner.own_callbacks = callbacks
             return runner.run_attempt(started_at=started_at)
     except (
         RunBusyError

@@ -389,7 +389,9 @@ def _unknown_names(data: dict[str, Any]) -> Iterator[ValidationFinding]:
                 yield ValidationFinding(path, unknown_name(kind, name, known))
     for path, item in _items(data, "metrics"):
         if isinstance(item, str) and item and not names_object(item):
-            message = f"{item!r} names no function; expected module:function or path/file.py:function"
+            message = (
+                f"{item!r} names no function; expected module:function or path/file.py:function"
+            )
             yield ValidationFinding(path, message)
 
 

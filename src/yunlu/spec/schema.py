@@ -36,7 +36,7 @@ def job_schema() -> Schema:
             if "items" in form:
                 form["items"] = _named(form["items"], known_names(group))
     for form in properties["metrics"]["anyOf"]:
-        (form["items"] if "items" in form else form)["pattern"] = f"{OWN_CODE}|{OWN_FILE}"
+        form.get("items", form)["pattern"] = f"{OWN_CODE}|{OWN_FILE}"
     for section, key, names in (
         ("SearchSpec", "method", known_names(SAMPLERS)),
         ("CommunicationSpec", "codec", codec_names()),

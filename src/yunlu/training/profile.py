@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import OperatorWork
     from yunlu.spec.job import Job
-    from yunlu.training.tasks.task import Batch, Task, TrainingInputs
+    from yunlu.training.tasks.task import Batch, TrainingInputs
 
 _TIMED_S = 0.3
 _TIMED_PASSES = 5
@@ -184,12 +184,14 @@ def _score(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a handful of samples leaves some metrics undefined
         seconds = _time(once, precision.device)
-        return {"loss", *scorer.result().metrics, *_own_metrics(job, inputs, batch, precision)}, seconds
+        return {
+            "loss",
+            *scorer.result().metrics,
+            *_own_metrics(job, inputs, batch, precision),
+        }, seconds
 
 
-def _own_metrics(
-    job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision
-) -> set[str]:
+def _own_metrics(job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision) -> set[str]:
     """Names of the user's metrics, as far as a few samples tell."""
     if not inputs.metrics:
         return set()

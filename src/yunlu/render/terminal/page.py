@@ -73,10 +73,10 @@ STATE_STYLES = {
 _PAGE = 140
 
 
-def make_console() -> TerminalConsole:
-    """Standard output, at a width that reads well where no terminal says its own."""
-    console = TerminalConsole()
-    return console if console.is_terminal else TerminalConsole(width=_PAGE)
+def make_console(*, stderr: bool = False) -> TerminalConsole:
+    """Standard output or error, at a width that reads well where no terminal says its own."""
+    console = TerminalConsole(stderr=stderr)
+    return console if console.is_terminal else TerminalConsole(stderr=stderr, width=_PAGE)
 
 
 def plain_table() -> Table:

@@ -88,7 +88,7 @@ class CallbackContext:
 
     def _ask(self, request: EndRequest, reason: str) -> None:
         with self._lock:
-            if self._request != "stop" and self._request != request:
+            if self._request not in {"stop", request}:
                 self._request, self._reason = request, mask(str(reason))
 
 
@@ -233,4 +233,3 @@ def _overriding(callbacks: Sequence[Any], hook: str) -> list[Any]:
         if callable(getattr(callback, hook, None))
         and getattr(type(callback), hook, None) is not inherited
     ]
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ def name_of(metric: str | Metrics) -> str:
 
 
 def _function(metric: str | Metrics) -> Metrics:
-    function = import_object(metric) if isinstance(metric, str) else metric
+    function: Any = import_object(metric) if isinstance(metric, str) else metric
     name = metric if isinstance(metric, str) else name_of(metric)
     if not callable(function):
         raise JobError(
@@ -73,7 +73,7 @@ def _function(metric: str | Metrics) -> Metrics:
         ) from None
     except ValueError:  # of what is written in C, the arguments may not be known
         pass
-    return function
+    return cast("Metrics", function)
 
 
 class OwnMetricsScorer:

@@ -13,7 +13,7 @@ from yunlu.core.errors import YunluError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from yunlu.jobs.run_log import LogCursor
+    from yunlu.jobs.run_log import LogCursor, RunUpdate
     from yunlu.render.terminal.run_display import Display
 
 _JOIN_S = 10.0
@@ -38,9 +38,7 @@ def watch(run: str, *, title: str = "", since: LogCursor | None = None, progress
         while True:
             try:
                 for update in updates:
-                    for item in update.items:
-                        if display is not None:
-                            display.show(item)
+                    _show(update, display)
                 break
             except KeyboardInterrupt:
                 interrupts += 1
@@ -64,9 +62,7 @@ def watch_here(run: str, *, title: str = "", progress: bool) -> Generator[None]:
         # A display that fails must not end the training, and has nobody to tell.
         with suppress(Exception), shown(run, title=title, progress=True) as display:
             for update in default_client().follow(run):
-                for item in update.items:
-                    if display is not None:
-                        display.show(item)
+                _show(update, display)
 
     # In the context of the cell that trains: there its output belongs.
     thread = threading.Thread(
@@ -92,6 +88,15 @@ def shown(run: str, *, title: str, progress: bool) -> Generator[Display | None]:
         display.close()
         with suppress(YunluError, OSError):
             _print_result(run, display)
+
+
+def _show(update: RunUpdate, display: Display | None) -> None:
+    if display is None:
+        return
+    for item in update.items:
+        display.show(item)
+    if (draw := getattr(display, "draw_if_due", None)) is not None:
+        draw()  # a notebook's block also where nothing is new: the last steps may not be drawn yet
 
 
 def _open_display(run: str, title: str) -> Display:

@@ -218,15 +218,19 @@ class NotebookDisplay:
     def __init__(self, view: NotebookView) -> None:
         from IPython.display import display  # noqa: PLC0415 (there in every notebook, and only there)
 
-        self._view, self._shown_at = view, 0.0
+        self._view, self._shown_at, self._is_drawn = view, 0.0, True
         self._handle: Any = display(self._bundle(), raw=True, display_id=True)
 
     def show(self, item: FollowedItem) -> None:
-        """Take in an item; draw again a few times a second."""
+        """Take in an item, to be drawn."""
         self._view.take(item)
+        self._is_drawn = False
+
+    def draw_if_due(self) -> None:
+        """Draw what is new, a few times a second at most; to be called also where nothing is new."""
         now = time.monotonic()
-        if now - self._shown_at >= _UPDATE_EVERY_S:
-            self._shown_at = now
+        if not self._is_drawn and now - self._shown_at >= _UPDATE_EVERY_S:
+            self._shown_at, self._is_drawn = now, True
             self._update()
 
     def note(self, message: str) -> None:

@@ -48,6 +48,7 @@ TRANSLATED = [
             "scikit-learn",
             "security",
             "accelerators",
+            "notebooks",
             "ascend",
         )
     ),

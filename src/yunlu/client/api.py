@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,7 @@ from yunlu.jobs.run_log import MetricRecord
 from yunlu.jobs.submitted_plan import resolve_plan
 from yunlu.runs.events import Evaluated, RunEvent
 from yunlu.runs.home import open_if_run, open_run
-from yunlu.runs.run_store import Document
+from yunlu.runs.run_store import Document, read_job
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import job_from_mapping, source_of
@@ -36,6 +37,7 @@ from yunlu.spec.load import job_from_mapping, source_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.jobs.run_log import LogCursor
     from yunlu.planning.plan import Plan
     from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.events import Event
@@ -138,7 +140,9 @@ class Run:
 class ReportPath(type(Path())):
     """Path of a report; a notebook shows the page itself."""
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if not self.is_file():  # a path beside it is none of ours
+            return None
         page = escape(self.read_text(encoding="utf-8"), quote=True)
         # Sandboxed: the page may run its own script, but belongs to no site and reaches none.
         return (
@@ -363,7 +367,8 @@ def resume(
             hint="leave them out; with a model object they are given again",
         )
     if (launch := find_launch(waits=wait)) is not None:
-        return _as_run(train_to_end(open_run(run.dir), launch)).wait()
+        watching = partial(_watch_launched, progress=progress)
+        return _as_run(train_to_end(open_run(run.dir), launch, watch=watching)).wait()
     started = default_client().resume(str(run.dir), detach=not wait)
     if wait:
         watch(
@@ -470,13 +475,19 @@ def _train_elsewhere(
 ) -> Run:
     if (launch := find_launch(job, waits=wait)) is not None:
         pinned, submitted = (job, None) if launch.rank else resolve_plan(job, plan)
-        return _as_run(train_to_end(pinned, launch, source=source, plan=submitted)).wait()
+        watching = partial(_watch_launched, progress=progress)
+        run = train_to_end(pinned, launch, source=source, plan=submitted, watch=watching)
+        return _as_run(run).wait()
     started = default_client().train(job, source=source, plan=plan, detach=not wait)
     run = Run(Path(started.dir))
     if not wait:
         return run
     watch(started.dir, title=started.task, since=started.cursor, progress=progress)
     return run.wait()
+
+
+def _watch_launched(store: RunStore, since: LogCursor, *, progress: bool) -> None:
+    watch(store.address, title=read_job(store).task, since=since, progress=progress)
 
 
 def _train_here(store: RunStore, live: Any, *, callbacks: Sequence[Any], progress: bool) -> Run:

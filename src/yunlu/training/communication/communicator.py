@@ -366,8 +366,9 @@ class LocalUpdateCommunicator:
         return decode_request(received)
 
 
-_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 16, "finish": 1 << 28, "stop": 1 << 40}
-"""Far enough apart that no weaker request, of however many workers, adds up to a stronger one."""
+_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 20, "finish": 1 << 38, "stop": 1 << 40}
+"""Far enough apart that weaker requests of all workers do not add up to a stronger one; only the worker
+that leads asks to finish."""
 
 
 def sync_step(world: World, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:

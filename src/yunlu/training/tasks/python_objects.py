@@ -54,8 +54,8 @@ class ObjectTask:
         _check_parts(model, data, loss)
         self._model, self._data = model, data
         self._metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
-        is_whole = metrics is not None and not isinstance(metrics, Mapping)
-        self._own_metrics = open_metrics([metrics]) if is_whole else ()
+        is_whole = not (metrics is None or isinstance(metrics, Mapping))
+        self._own_metrics = open_metrics([cast("Any", metrics)]) if is_whole else ()
         self._loss = loss
         self._summed_loss: Loss | None = None
         self._is_classes = False

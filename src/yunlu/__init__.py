@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from yunlu.planning.search.options import PlanOptions
     from yunlu.spec.job import Job
     from yunlu.spec.load import load_job
+    from yunlu.training.hooks.callback import Callback
     from yunlu.tuning.study import Study, tune
 
 __version__ = "0.1.0"
 
 # Names are loaded on first use: `import yunlu` costs nothing, and torch stays out until needed.
 _HOMES = {
+    "Callback": "yunlu.training.hooks.callback",
     "Job": "yunlu.spec.job",
     "Plan": "yunlu.planning.plan",
     "PlanOptions": "yunlu.planning.search.options",
@@ -68,6 +70,7 @@ __all__ = [  # noqa: RUF022 (in the order a newcomer meets them)
     "load_run",
     "load_model",
     "resume",
+    "Callback",
     "YunluClassifier",
     "YunluRegressor",
     "YunluError",

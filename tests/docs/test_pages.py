@@ -49,6 +49,7 @@ TRANSLATED = [
             "coming-from",
             "security",
             "accelerators",
+            "notebooks",
             "ascend",
             "clean-up",
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from yunlu.client import default_client
+from yunlu.client.watching import watch, watch_here
 from yunlu.core.errors import JobError, StoreError, missing_part
 from yunlu.core.settings import read_settings
 from yunlu.jobs import lifecycle
@@ -22,10 +25,11 @@ from yunlu.jobs.job_input import (
 )
 from yunlu.jobs.launch import find_launch, train_to_end
 from yunlu.jobs.run import move
+from yunlu.jobs.run_log import MetricRecord
 from yunlu.jobs.submitted_plan import resolve_plan
 from yunlu.runs.events import Evaluated, RunEvent
 from yunlu.runs.home import open_if_run, open_run
-from yunlu.runs.run_store import Document
+from yunlu.runs.run_store import Document, read_job
 from yunlu.runs.states import RunState
 from yunlu.spec.job import Job, ModelSpec
 from yunlu.spec.load import job_from_mapping, source_of
@@ -33,6 +37,7 @@ from yunlu.spec.load import job_from_mapping, source_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from yunlu.jobs.run_log import LogCursor
     from yunlu.planning.plan import Plan
     from yunlu.planning.search.options import PlanOptions
     from yunlu.runs.events import Event
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 _LIVE_TASK = "yunlu.training.tasks.python_objects"
 _WORKER = "yunlu.training.worker"
 _LOADING = "yunlu.training.export"
+_CALLBACKS = "yunlu.training.hooks.callback"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -118,9 +124,33 @@ class Run:
         return load_model(self.dir)
 
     def report(self) -> Path:
-        """Write the report, and return the path of the page."""
+        """Write the report, and return the path of the page; as the last line of a cell it is shown."""
         default_client().report(str(self.dir))
-        return self.dir / Document.REPORT_PAGE
+        return ReportPath(self.dir / Document.REPORT_PAGE)
+
+    def _repr_html_(self) -> str:
+        """State, curves, evaluations and plan, for a notebook."""
+        from yunlu.render.notebook import NotebookView  # noqa: PLC0415 (slow to import)
+
+        store = open_run(self.dir)
+        view = NotebookView(self.id).take_all(event for event, _ in store.read_events())
+        view.take_all(MetricRecord(record={**record}) for record, _ in store.read_metrics())
+        return view.to_html()
+
+
+class ReportPath(type(Path())):
+    """Path of a report; a notebook shows the page itself."""
+
+    def _repr_html_(self) -> str | None:
+        if not self.is_file():  # a path beside it is none of ours
+            return None
+        page = escape(self.read_text(encoding="utf-8"), quote=True)
+        # Sandboxed: the page may run its own script, but belongs to no site and reaches none.
+        return (
+            f'<iframe srcdoc="{page}" sandbox="allow-scripts" loading="lazy" title="{escape(self.parent.name)}" '
+            'style="width:100%;height:720px;border:1px solid rgb(128 128 128 / 40%);border-radius:8px">'
+            "</iframe>"
+        )
 
 
 def train(
@@ -135,23 +165,31 @@ def train(
     name: str | None = None,
     devices: int | None = None,
     plan: Plan | None = None,
+    callbacks: Sequence[Any] = (),
     wait: bool = True,
+    progress: bool = True,
     **train_options: Any,
 ) -> Run:
     """Train a job and return its run.
+
+    Plan, progress, evaluations and result are shown: in a notebook as a live block, in a script on
+    standard error.
 
     Args:
         job: A job file or a ``Job``. Without it, say ``model``, ``data`` and ``task``.
         model: A name as in a job file, or a model object, which is trained in this process.
         data: A path or name as in a job file; with a model object, the samples themselves.
         loss: With a model object: what to minimise.
-        metrics: With a model object: what else to measure.
+        metrics: Your own: a function of all outputs and targets of an evaluation, as arrays; with a
+            model object itself, or functions of a batch by name; else as ``module:function``.
         task: The task's name.
         overrides: ``a.b=c``, as with ``--set``.
         name: Name of the run.
         devices: Number of workers, one for each device.
         plan: A plan that ``yunlu.plan`` returned: its choices are pinned.
+        callbacks: Called as the run trains: names as in a job file; with a model object also objects.
         wait: Return when the run is no longer active (and raise if it failed), or at once.
+        progress: Show the run while this call waits for it.
         train_options: Keys of the job's ``train`` part, such as ``epochs=3``; ``lr`` is the
             optimiser's.
     """
@@ -171,12 +209,17 @@ def train(
                 hint="for a run in the background, put the model in a module: model='module:Class'",
             )
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
+        objects = _live_callbacks(callbacks)
         made = _live_job(model, name, train_options)
         run = lifecycle.submit(made)
-        return _train_here(run, live)
+        return _train_here(run, live, callbacks=objects, progress=progress)
     parts = {"model": model, "data": data, "task": task, "name": name, "devices": devices}
+    parts |= {
+        "callbacks": _by_name(callbacks, "callbacks", "module:Class"),
+        "metrics": _by_name(metrics, "metrics", "module:function"),
+    }
     built = build_job(job, overrides, train_options, **parts)
-    return _train_elsewhere(built, source_of(job), plan=plan, wait=wait)
+    return _train_elsewhere(built, source_of(job), plan=plan, wait=wait, progress=progress)
 
 
 def finetune(
@@ -190,6 +233,7 @@ def finetune(
     name: str | None = None,
     devices: int | None = None,
     wait: bool = True,
+    progress: bool = True,
     **train_options: Any,
 ) -> Run:
     """Fine-tune a trained model on other data, and return the new run.
@@ -205,12 +249,13 @@ def finetune(
         name: Name of the run.
         devices: Number of workers, one for each device.
         wait: Return when the run is no longer active (and raise if it failed), or at once.
+        progress: Show the run while this call waits for it.
         train_options: Keys of the job's ``train`` part, as with ``train``.
     """
     parts = {"data": data, "task": task, "name": name, "devices": devices}
     base = start.dir if isinstance(start, Run) else start
     whole = finetuning_job(base, job, overrides, train_options, adapter=adapter, **parts)
-    return _train_elsewhere(whole, source_of(job), wait=wait)
+    return _train_elsewhere(whole, source_of(job), wait=wait, progress=progress)
 
 
 @overload
@@ -302,7 +347,9 @@ def resume(
     data: Any = None,
     loss: Any = None,
     metrics: Any = None,
+    callbacks: Sequence[Any] = (),
     wait: bool = True,
+    progress: bool = True,
 ) -> Run:
     """Start another attempt at a stopped, failed or lost run.
 
@@ -312,11 +359,27 @@ def resume(
     if model is not None:
         store = open_run(run.dir)
         live = _live_task(model=model, data=data, loss=loss, metrics=metrics)
+        objects = _live_callbacks(callbacks)
         lifecycle.reopen(store)
-        return _train_here(store, live)
+        return _train_here(store, live, callbacks=objects, progress=progress)
+    if metrics is not None or callbacks:
+        raise JobError(
+            "metrics and callbacks of a resumed run are those of its job",
+            hint="leave them out; with a model object they are given again",
+        )
     if (launch := find_launch(waits=wait)) is not None:
-        return _as_run(train_to_end(open_run(run.dir), launch)).wait()
-    return run.resume(wait=wait)
+        watching = partial(_watch_launched, progress=progress)
+        return _as_run(train_to_end(open_run(run.dir), launch, watch=watching)).wait()
+    started = default_client().resume(str(run.dir), detach=not wait)
+    if wait:
+        watch(
+            started.dir,
+            title=started.task,
+            since=started.cursor,
+            progress=progress and not started.is_queued,
+        )
+        return run.wait()
+    return run
 
 
 def submit(
@@ -379,6 +442,27 @@ def _live_job(model: Any, name: str | None, train_options: Mapping[str, Any]) ->
     return job if name else job.model_copy(update={"name": kind.lower()})
 
 
+def _live_callbacks(callbacks: Sequence[Any]) -> list[Any]:
+    """Checked before anything is trained."""
+    return import_module(_CALLBACKS).open_callbacks(callbacks)
+
+
+def _by_name(given: Any, key: str, form: str) -> list[str] | None:
+    """Names for a job: it goes to another process, which imports them."""
+    if given is None or (key == "callbacks" and not given):
+        return None
+    names = [given] if isinstance(given, str) or not isinstance(given, list | tuple) else given
+    for name in names:
+        if not isinstance(name, str):
+            shown = getattr(name, "__name__", type(name).__name__)
+            raise JobError(
+                f"{key}: {shown} is an object; a job is trained in a process of its own, which imports "
+                "what it calls",
+                hint=f"put it in a module and name it: {key}=['{form}']",
+            )
+    return list(names)
+
+
 def _live_task(**parts: Any) -> Any:
     try:
         objects = import_module(_LIVE_TASK)
@@ -387,23 +471,39 @@ def _live_task(**parts: Any) -> Any:
     return objects.ObjectTask(**parts)
 
 
-def _train_elsewhere(job: Job, source: Path | None, *, plan: Plan | None = None, wait: bool) -> Run:
+def _train_elsewhere(
+    job: Job, source: Path | None, *, plan: Plan | None = None, wait: bool, progress: bool
+) -> Run:
     if (launch := find_launch(job, waits=wait)) is not None:
         pinned, submitted = (job, None) if launch.rank else resolve_plan(job, plan)
-        return _as_run(train_to_end(pinned, launch, source=source, plan=submitted)).wait()
+        watching = partial(_watch_launched, progress=progress)
+        run = train_to_end(pinned, launch, source=source, plan=submitted, watch=watching)
+        return _as_run(run).wait()
     started = default_client().train(job, source=source, plan=plan, detach=not wait)
     run = Run(Path(started.dir))
-    return run.wait() if wait else run
+    if not wait:
+        return run
+    watch(started.dir, title=started.task, since=started.cursor, progress=progress)
+    return run.wait()
 
 
-def _train_here(store: RunStore, live: Any) -> Run:
+def _watch_launched(store: RunStore, since: LogCursor, *, progress: bool) -> None:
+    watch(store.address, title=read_job(store).task, since=since, progress=progress)
+
+
+def _train_here(store: RunStore, live: Any, *, callbacks: Sequence[Any], progress: bool) -> Run:
+    with watch_here(store.address, title="in this process", progress=progress):
+        _run_worker(store, live, callbacks)
+    return _as_run(store).wait()
+
+
+def _run_worker(store: RunStore, live: Any, callbacks: Sequence[Any]) -> None:
     try:
-        import_module(_WORKER).run(store.address, task=live)
+        import_module(_WORKER).run(store.address, task=live, callbacks=callbacks)
     finally:
         record = lifecycle.read_record(store)
         if record.state.is_active:  # an interrupt came between two of its events
             move(store, record, RunState.STOPPED, reason="interrupted")
-    return _as_run(store).wait()
 
 
 def _is_own(model: Path) -> bool:

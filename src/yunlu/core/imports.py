@@ -30,9 +30,12 @@ EXECUTORS = "yunlu.executors"
 POLICIES = "yunlu.policies"
 SAMPLERS = "yunlu.samplers"
 CODECS = "yunlu.codecs"
+CALLBACKS = "yunlu.callbacks"
 
 OWN_CODE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 """``module:Class``: the user's own code, imported only by the worker."""
+OWN_FILE = r"^[^:]+\.py:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+"""``path/file.py:Class``: the same, by its file."""
 
 
 def known_names(group: str) -> tuple[str, ...]:

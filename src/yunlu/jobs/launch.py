@@ -28,7 +28,10 @@ from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yunlu.core.launch import LaunchInfo
+    from yunlu.jobs.run_log import LogCursor
     from yunlu.jobs.run_record import RunRecord
     from yunlu.planning.plan import Plan
     from yunlu.runs.run_store import RunStore
@@ -86,14 +89,23 @@ def join_run() -> tuple[RunStore | None, int]:
     return run, 0 if result.code == 0 else 1
 
 
+def _wait_quietly(run: RunStore, since: LogCursor) -> None:
+    for _ in follow(run, since=since):
+        pass
+
+
 def train_to_end(
     job: Job | RunStore,
     launch: LaunchInfo,
     *,
     source: Path | None = None,
     plan: Plan | None = None,
+    watch: Callable[[RunStore, LogCursor], None] = _wait_quietly,
 ) -> RunStore:
-    """On any rank: train a job, or resume a run, to its end; every rank returns the same run."""
+    """On any rank: train a job, or resume a run, to its end; every rank returns the same run.
+
+    ``watch`` is called on rank 0 with the run and the place to begin at, and returns at its end.
+    """
     if launch.rank:
         return _join_or_raise(launch)
     is_new = isinstance(job, Job)
@@ -103,8 +115,7 @@ def train_to_end(
         threading.Thread(target=lifecycle.request_stop, args=(run,), daemon=True).start()
 
     with forward_signals(stop):
-        for _ in follow(run, since=end_of(run)):
-            pass
+        watch(run, end_of(run))
     return run
 
 

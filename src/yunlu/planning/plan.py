@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from yunlu.core.html_table import html_table
 from yunlu.core.units import estimate_time, show_bytes, show_duration, show_share
 from yunlu.core.value import Value
 from yunlu.hardware.catalog import HERE
@@ -433,6 +434,16 @@ class Plan(StepSettings):
         return isinstance(other, Plan) and self.__dict__ == other.__dict__
 
     __hash__ = Value.__hash__
+
+    def _repr_html_(self) -> str:
+        """Choices with their reasons, and what is predicted, for a notebook."""
+        memory, total = show_bytes(self.memory_bytes.value), show_duration(self.total_s.value)
+        step = show_duration(self.step_s.value)
+        return html_table(
+            [(choice.name, choice.value, choice.reason) for choice in self.choices],
+            title=f"{self.hardware} ({self.hardware.device}): {describe_layout(self)}",
+            note=f"predicted: {memory} · {step} a step · {total} in all",
+        )
 
     def replace(self, **changes: Any) -> Plan:
         """The same hardware with another layout or work, predicted and checked again.

@@ -309,6 +309,10 @@ class Job(Value):
     """What training may cost and take, and on which hardware: what ``yunlu plan`` chooses by."""
     trackers: list[str] = Field(default_factory=list)
     """Besides TensorBoard: ``wandb``, ``mlflow``, or your own ``module:Class``."""
+    callbacks: Names = Field(default_factory=list)
+    """Called as the run trains: ``csv``, ``log``, or your own ``module:Class`` or ``path/file.py:Class``."""
+    metrics: Names = Field(default_factory=list)
+    """Your own metrics: functions ``module:function`` of the outputs and targets of an evaluation."""
     search: SearchSpec | None = None
     """Which fields ``yunlu tune`` varies, and how it finds good values; training alone does not read it."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError, field_serializer
 
 from yunlu.core.errors import JobError, YunluError, did_you_mean, nearest
-from yunlu.core.imports import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
+from yunlu.core.imports import CALLBACKS, SAMPLERS, TASKS, TRACKERS, known_names, names_object
 from yunlu.core.limits import over_limit, read_limits
 from yunlu.core.value import Value
 from yunlu.spec.communication import codec_names
@@ -380,10 +380,28 @@ def _unknown_names(data: dict[str, Any]) -> Iterator[ValidationFinding]:
         value = section.get(path[1], "auto") if isinstance(section, dict) else "auto"
         if value != "auto" and (name := _unknown(value, known := list_names())):
             yield ValidationFinding(path, unknown_name(kind, name, known))
-    trackers = data.get("trackers")
-    for position, tracker in enumerate(trackers if isinstance(trackers, list) else []):
-        if name := _unknown(tracker, known := known_names(TRACKERS)):
-            yield ValidationFinding(("trackers", position), unknown_name("tracker", name, known))
+    for key, kind, group in (
+        ("trackers", "tracker", TRACKERS),
+        ("callbacks", "callback", CALLBACKS),
+    ):
+        for path, item in _items(data, key):
+            if name := _unknown(item, known := known_names(group)):
+                yield ValidationFinding(path, unknown_name(kind, name, known))
+    for path, item in _items(data, "metrics"):
+        if isinstance(item, str) and item and not names_object(item):
+            message = (
+                f"{item!r} names no function; expected module:function or path/file.py:function"
+            )
+            yield ValidationFinding(path, message)
+
+
+def _items(data: dict[str, Any], key: str) -> Iterator[tuple[KeyPath, Any]]:
+    """What a list holds, or the one thing that stands for it."""
+    value = data.get(key)
+    if isinstance(value, list):
+        yield from (((key, position), item) for position, item in enumerate(value))
+    elif isinstance(value, str):
+        yield (key,), value
 
 
 def _credentials(document: SourceDocument) -> Iterator[Problem]:
@@ -399,7 +417,7 @@ def _unknown(name: Any, known: tuple[str, ...]) -> str | None:
     # No names at all means the package runs uninstalled: then nothing can be said.
     if not isinstance(name, str) or not name or not known or name in known:
         return None
-    return None if re.fullmatch(OWN_CODE, name) else name
+    return None if names_object(name) else name
 
 
 def _as_name(stem: str) -> str:
@@ -424,7 +442,18 @@ def _beside(job: Job, folder: Path) -> Job:
         model = model.model_copy(update={"name": _near(model.name, folder)})
     if model.weights is not None:
         model = model.model_copy(update={"weights": _near(model.weights, folder)})
-    return job.model_copy(update={"data": data.model_copy(update=paths), "model": model})
+    own_code = {
+        key: [_near_code(name, folder) for name in getattr(job, key)]
+        for key in ("callbacks", "metrics")
+        if getattr(job, key)
+    }
+    changed = {"data": data.model_copy(update=paths), "model": model, **own_code}
+    return job.model_copy(update=changed)
+
+
+def _near_code(text: str, folder: Path) -> str:
+    file, colon, name = text.rpartition(":")
+    return f"{_near(file, folder)}{colon}{name}" if file.endswith(".py") else text
 
 
 def _near(text: str, folder: Path) -> str:

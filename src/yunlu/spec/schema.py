@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from yunlu.core.errors import did_you_mean, nearest
-from yunlu.core.imports import OWN_CODE, SAMPLERS, TASKS, TRACKERS, known_names
+from yunlu.core.imports import CALLBACKS, OWN_CODE, OWN_FILE, SAMPLERS, TASKS, TRACKERS, known_names
 from yunlu.spec.communication import codec_names, text_pattern
 from yunlu.spec.counterparts.table import answer_key, answer_value
 from yunlu.spec.job import Job
@@ -32,8 +32,12 @@ def job_schema() -> Schema:
     _tidy(schema)
     properties = schema["properties"]
     properties["task"] = _named(properties["task"], known_names(TASKS))
-    trackers = properties["trackers"]
-    trackers["items"] = _named(trackers["items"], known_names(TRACKERS))
+    for key, group in (("trackers", TRACKERS), ("callbacks", CALLBACKS)):
+        for form in properties[key].get("anyOf", [properties[key]]):
+            if "items" in form:
+                form["items"] = _named(form["items"], known_names(group))
+    for form in properties["metrics"]["anyOf"]:
+        form.get("items", form)["pattern"] = f"{OWN_CODE}|{OWN_FILE}"
     for section, key, names in (
         ("SearchSpec", "method", known_names(SAMPLERS)),
         ("CommunicationSpec", "codec", codec_names()),
@@ -131,7 +135,7 @@ def _named(schema: Schema, names: tuple[str, ...]) -> Schema:
     about = {key: schema[key] for key in ("title", "description", "default") if key in schema}
     own = {
         "type": "string",
-        "pattern": OWN_CODE,
+        "pattern": f"{OWN_CODE}|{OWN_FILE}",
         "patternErrorMessage": "a known name, or your own module:Class",
     }
     return {**about, "anyOf": [{"type": "string", "enum": list(names)}, own]}

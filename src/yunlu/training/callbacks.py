@@ -9,6 +9,7 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from yunlu.core.errors import TrainingError, did_you_mean
 from yunlu.runs.events import (
     CheckpointSaved,
     PrecisionChanged,
@@ -25,6 +26,7 @@ from yunlu.training.checkpoint.store import CheckpointStore
 from yunlu.training.device import max_memory_bytes, random_kept
 from yunlu.training.evaluate import Score, evaluate
 from yunlu.training.guard import diverged
+from yunlu.training.hooks.callback import CallbackCaller, StepReport
 from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.trial_control import open_trial_control
 
@@ -138,6 +140,11 @@ class BestCheckpoint:
 
     def observe(self, metrics: dict[str, float]) -> bool:
         """Record one evaluation; true if it is the best so far."""
+        if self.metric not in metrics:  # a user's own function may return other names each time
+            raise TrainingError(
+                f"The job goes by the metric {self.metric!r}, which this evaluation did not give.",
+                hint=did_you_mean(self.metric, metrics),
+            )
         better = self._is_better(metrics[self.metric], metrics["loss"])
         if better:
             self._value, self._loss, self.waited = metrics[self.metric], metrics["loss"], 0
@@ -175,6 +182,7 @@ class TrainingCallbacks:
         trackers: TrackerThread,
         stop: StopRequest,
         attempt: int,
+        hooks: CallbackCaller | None = None,
         group: SaveGroup | None = None,
         log: MetricLog | None = None,
         interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -184,6 +192,8 @@ class TrainingCallbacks:
         ``interruptible``: context of work that a stop request may end halfway.
         """
         self._engine, self._run, self._trackers, self._stop = engine, run, trackers, stop
+        self.hooks = hooks or CallbackCaller()
+        """The user's own callbacks; none on workers that do not lead."""
         self._interruptible = engine.interruptible = interruptible
         self._owes_evaluation = False
         """Whether a stop ended the evaluation after the newest step."""
@@ -218,6 +228,7 @@ class TrainingCallbacks:
         self.stopped_early = False
         self.rung = 0
         """Evaluations on the validation data over all attempts."""
+        self._evaluated_at = self._saved_at = -1
         self._trial_control = open_trial_control(run)
         self.decision: PruneDecision | None = None
         """Why a trial ended before its last step, if it did."""
@@ -283,8 +294,22 @@ class TrainingCallbacks:
         return None if target is None else max(target, 1)
 
     def before_step(self) -> StepRequest:
-        """Nothing to request: there are no other workers."""
-        return ""
+        """Request what a callback asked for: there are no other workers."""
+        return self.hooks.request
+
+    def end_on_request(self, request: StepRequest) -> None:
+        """End before the next step, because a callback asked; by all workers after the same step."""
+        if self.hooks.reason:
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason=self.hooks.reason))
+        metrics: dict[str, float] = {}
+        if request == "finish":
+            if self._evaluated_at != self._engine.steps_done:
+                metrics, _ = self._evaluate(last=True)
+            self.stopped_early = True
+        if self._saved_at != self._engine.steps_done:
+            self._save(metrics)
+        self.checkpoints.wait()
+        self.log.flush()
 
     def before_first_step(self) -> bool:
         """Evaluate where the last attempt was stopped while it did; true ends the loop."""
@@ -303,6 +328,9 @@ class TrainingCallbacks:
         """Log the step, then evaluate, save and stop where due."""
         engine = self._engine
         self._log(step)
+        self.hooks.call_checkpoints()
+        if self.hooks.has_step_hooks:
+            self.hooks.call_step(self._describe(step))
         for change in engine.precision.observe(step=engine.steps_done, loss=step.loss):
             self._run.emit(PrecisionChanged(step=engine.steps_done, **asdict(change)))
         if step.verdict.action == "rollback":
@@ -382,6 +410,19 @@ class TrainingCallbacks:
         record.update(engine.health())
         self.log.add(record)
 
+    def _describe(self, step: Step) -> StepReport:
+        engine, done = self._engine, self._engine.steps_done
+        return StepReport(
+            step=done,
+            epoch=engine.order.epoch_at(done),
+            loss=step.loss,
+            lr=engine.lr,
+            grad_norm=step.norm,
+            samples=engine.order.samples_before(done),
+            seconds=step.data_s + step.compute_s + step.wait_s,
+            is_applied=step.is_applied,
+        )
+
     def _report_skipped(self, step: Step) -> None:
         """Report a skipped step; end the run if the guard gives up."""
         done, verdict = self._engine.steps_done, step.verdict
@@ -427,6 +468,7 @@ class TrainingCallbacks:
             return {}, False
         score = self.score("validation")
         self.rung += 1
+        self._evaluated_at = engine.steps_done
         self.log.charge("evaluate_s", score.seconds)
         improved = self._best.observe(score.metrics)
         better = self._improvement.observe(score.metrics)
@@ -453,9 +495,12 @@ class TrainingCallbacks:
                 device=engine.device,
                 micro_batch=engine.micro_batch,
                 workers=engine.plan.workers,
+                metrics=engine.metrics,
             )
         rung = self.rung + 1 if split == "validation" else None
-        self._run.emit(score.as_event(split=split, step=step, rung=rung))
+        event = score.as_event(split=split, step=step, rung=rung)
+        self._run.emit(event)
+        self.hooks.call_evaluation(event)
         metrics = {f"{split}/{name}": value for name, value in score.metrics.items()}
         self._trackers.log(metrics, step=step)
         return score
@@ -477,7 +522,7 @@ class TrainingCallbacks:
         self.checkpoints.wait()
 
     def _save(self, metrics: dict[str, float]) -> None:
-        started_at = perf_counter()
+        started_at, self._saved_at = perf_counter(), self._engine.steps_done
         # Logged first: an attempt that resumes from this checkpoint does not repeat these steps.
         self.log.flush()
         state = self._engine.state
@@ -491,16 +536,16 @@ class TrainingCallbacks:
         self.log.charge("checkpoint_s", self._stall_s)
 
     def _announce(self, entry: CheckpointEntry, seconds: float) -> None:
-        self._run.emit(
-            CheckpointSaved(
-                step=entry.step,
-                path=entry.where.removeprefix(f"{self._run.location('')}/"),
-                bytes=entry.bytes,
-                seconds=seconds,
-                stalled_s=self._stall_s,
-                metrics=entry.metrics,
-            )
+        event = CheckpointSaved(
+            step=entry.step,
+            path=entry.where.removeprefix(f"{self._run.location('')}/"),
+            bytes=entry.bytes,
+            seconds=seconds,
+            stalled_s=self._stall_s,
+            metrics=entry.metrics,
         )
+        self._run.emit(event)
+        self.hooks.note_checkpoint(event)
 
 
 def _group_settings(group: dict[str, Any]) -> dict[str, Any]:

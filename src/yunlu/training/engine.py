@@ -173,6 +173,7 @@ class Engine:
         """``emit`` receives events that occur inside a step; ``world`` is given in a worker group."""
         self.emit = emit
         self.job, self.plan, self.task, self.splits = job, plan, inputs.task, inputs.splits
+        self.metrics = inputs.metrics
         self.device = torch.device(plan.device) if plan.compile != "xla" else xla_device()
         self.world: SingleWorld = world or SingleWorld(device=self.device)
         # Of a model that is cut, only a worker's part is moved to its device: the whole may not fit.

@@ -11,11 +11,15 @@ import torch
 from yunlu.runs.events import Evaluated
 from yunlu.training.data.batches import sequential_batches
 from yunlu.training.device import random_kept
+from yunlu.training.tasks.own_metrics import open_scorer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from yunlu.training.precision import Precision
+    from yunlu.training.tasks.own_metrics import OwnMetric
     from yunlu.training.tasks.task import Evaluation, Samples, Task
 
 
@@ -49,12 +53,16 @@ def evaluate(
     device: torch.device,
     micro_batch: int,
     workers: int = 0,
+    metrics: Sequence[OwnMetric] = (),
 ) -> Score:
-    """Score the model without touching its mode or the training's random numbers."""
+    """Score the model without touching its mode or the training's random numbers.
+
+    ``metrics``: those of the user's own.
+    """
     started_at = perf_counter()
     was_training = model.training
     model.eval()
-    scorer, total, items = task.scorer(), torch.zeros((), device=device), 0
+    scorer, total, items = open_scorer(task, metrics), torch.zeros((), device=device), 0
     try:
         with random_kept(), torch.no_grad():
             for batch in sequential_batches(

@@ -25,6 +25,7 @@ from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
 from yunlu.training.device import CPU, accelerator_kind
+from yunlu.training.hooks.callback import import_callbacks
 from yunlu.training.models.hf import find_hf_directory, hub_commit, names_hf, split_revision
 from yunlu.training.models.initial_weights import load_initial_weights
 from yunlu.training.models.networks import allow_single_samples
@@ -38,6 +39,7 @@ from yunlu.training.probing.profile_store import (
 )
 from yunlu.training.profile import measure
 from yunlu.training.quantize import convert_to_fp8, prepare_int8
+from yunlu.training.tasks.own_metrics import open_metrics
 from yunlu.training.tasks.task import SPECIAL_KEYS, DeclaresKeys, TrainingInputs, open_task
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 def prepare(directory: RunStore, job: Job, task: Task | None = None) -> TrainingInputs:
     """Load the data and build the model, with events for both."""
     directory.emit(ProgressReported(phase="loading data"))
+    import_callbacks(job.callbacks)
+    metrics = open_metrics(job.metrics)
     task = task or open_task(job.task)
     _warn_of_unused_keys(directory, job, task)
     seed_everything(job.train.seed)
@@ -89,7 +93,7 @@ def prepare(directory: RunStore, job: Job, task: Task | None = None) -> Training
             trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         )
     )
-    return TrainingInputs(task=task, model=model, splits=splits)
+    return TrainingInputs(task=task, model=model, splits=splits, metrics=metrics)
 
 
 def _data_revision(directory: RunStore, job: Job) -> str | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from yunlu.core.errors import TrainingError
 from yunlu.planning.layouts import count_devices
 from yunlu.planning.plan import Profile
 from yunlu.planning.planner import (
@@ -31,6 +32,7 @@ from yunlu.training.device import move_model, synchronize
 from yunlu.training.memory.out_of_memory import is_out_of_memory, memory_capped
 from yunlu.training.memory.peak import peak_resident_bytes
 from yunlu.training.precision import Precision
+from yunlu.training.tasks.own_metrics import open_scorer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from yunlu.planning.predict.local import OperatorWork
     from yunlu.spec.job import Job
     from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
-    from yunlu.training.tasks.task import Batch, Task, TrainingInputs
+    from yunlu.training.tasks.task import Batch, TrainingInputs
 
 _TIMED_S = 0.3
 _TIMED_PASSES = 5
@@ -99,7 +101,7 @@ def measure(
             peak_bytes = peak_resident_bytes()  # the library of the 8-bit states takes memory, too
         # Evaluation always pads.
         padded = timer.micros(settings.model_copy(update={"padding": "pad"}))[0]
-        metrics, evaluate_s = _score_within(timer, settings, task, sample_s=sample_s)
+        metrics, evaluate_s = _score_within(job, inputs, timer, settings, sample_s=sample_s)
     profile = Profile(
         parameters=parameters,
         trainable=trainable,
@@ -185,7 +187,7 @@ _EVALUATED = 0.35
 
 
 def _score_within(
-    timer: ModelTimer, settings: StepSettings, task: Task, *, sample_s: float
+    job: Job, inputs: TrainingInputs, timer: ModelTimer, settings: StepSettings, *, sample_s: float
 ) -> tuple[set[str], float]:
     """Names of the metrics, and seconds to evaluate a sample: of a micro-batch, or of one sample.
 
@@ -195,15 +197,16 @@ def _score_within(
     padding = settings.model_copy(update={"padding": "pad"})
     batch = timer.micros(padding)[0]
     if timer.budget.allows(_EVALUATED * sample_s * batch.samples, "an evaluation"):
-        metrics, seconds = _score(task, timer.model, batch, precision)
+        metrics, seconds = _score(job, inputs, batch, precision)
         return metrics, seconds / batch.samples
     one = timer.micros(padding.model_copy(update={"micro_batch": 1}))[0]
-    return _score(task, timer.model, one, precision)[0], _EVALUATED * sample_s
+    return _score(job, inputs, one, precision)[0], _EVALUATED * sample_s
 
 
 def _score(
-    task: Task, model: nn.Module, batch: Batch, precision: Precision
+    job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision
 ) -> tuple[set[str], float]:
+    task, model = inputs.task, inputs.model
     model.eval()
     scorer = task.scorer()
 
@@ -215,7 +218,29 @@ def _score(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a handful of samples leaves some metrics undefined
         seconds = _time(once, precision.device)
-        return {"loss", *scorer.result().metrics}, seconds
+        return {
+            "loss",
+            *scorer.result().metrics,
+            *_own_metrics(job, inputs, batch, precision),
+        }, seconds
+
+
+def _own_metrics(job: Job, inputs: TrainingInputs, batch: Batch, precision: Precision) -> set[str]:
+    """Names of the user's metrics, as far as a few samples tell."""
+    if not inputs.metrics:
+        return set()
+    scorer = open_scorer(inputs.task, inputs.metrics)
+    with torch.no_grad(), precision.forward():
+        scorer.add(inputs.task.loss(inputs.model, batch)[1], batch)
+    try:
+        return set(scorer.result().metrics)
+    except TrainingError:
+        # Some cannot be computed of a handful of samples, such as an area under a curve where all are of
+        # one class. A real evaluation will show; until then, what the job asks for is believed.
+        wanted = {job.train.checkpoint.metric}
+        if job.train.early_stopping is not None:
+            wanted.add(job.train.early_stopping.metric)
+        return {*(metric.name for metric in inputs.metrics), *(wanted - {"auto"})}
 
 
 def _time(once: Callable[[], Any], device: torch.device) -> float:

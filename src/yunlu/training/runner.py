@@ -32,11 +32,14 @@ from yunlu.training.attempt import StopRequestedError, change_state, describe_en
 from yunlu.training.determinism import seed_everything, set_deterministic
 from yunlu.training.engine import Engine
 from yunlu.training.export import ModelLineage, export
+from yunlu.training.hooks.callback import CallbackCaller, CallbackContext, open_callbacks
 from yunlu.training.prepare import load_or_make_plan, prepare
 from yunlu.training.probe import probe_machine
 from yunlu.training.trackers.tracker import TrackerThread, open_trackers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from yunlu.hardware.fleet import Machine
@@ -124,6 +127,9 @@ class Runner:
     def __init__(self, run: RunStore, job: Job, topology: Topology, *, attempt: int = 0) -> None:
         self.run, self.job, self.topology, self.attempt = run, job, topology, attempt
         self.trackers = TrackerThread([], warn=run.warn)
+        self.hooks = CallbackCaller()
+        self.own_callbacks: Sequence[Any] = ()
+        """Objects of the process that trains, besides those that the job names."""
         self.summary: dict[str, Any] = {}
         """Final scores, by split and metric."""
 
@@ -164,6 +170,7 @@ class Runner:
                 seed_everything(self.job.train.seed)
                 self.engine = self.build_engine(world)
                 self.open_trackers()
+                self.open_hooks()
                 self.callbacks = topology.open_callbacks(self)
             try:
                 with topology.interruptible():
@@ -192,6 +199,7 @@ class Runner:
         if state is not None:
             return state
         callbacks.checkpoints.wait()
+        callbacks.hooks.call_checkpoints()
         state = RunState.STOPPED
         if callbacks.is_complete:
             callbacks.begin_phase("export")
@@ -219,6 +227,13 @@ class Runner:
         """Open the trackers of the job, if this worker leads."""
         names = ["tensorboard", *self.job.trackers] if self.topology.is_leader else []
         self.trackers = TrackerThread(open_trackers(names), warn=self.run.warn)
+
+    def open_hooks(self) -> None:
+        """Make the callbacks of the job, if this worker leads."""
+        wanted = [*self.job.callbacks, *self.own_callbacks]
+        if self.topology.is_leader and wanted:
+            context = CallbackContext(self.run, self.job, steps=self.plan.steps)
+            self.hooks = CallbackCaller(open_callbacks(wanted), context, self.run.warn)
 
     def log_to_trackers(self, values: dict[str, float], step: int) -> None:
         """Forward a record of a step to the trackers."""

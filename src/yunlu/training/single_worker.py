@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     Backward = Callable[[Tensor], None]
     ForwardContext = Callable[[], AbstractContextManager[Any]]
 
-StepRequest = Literal["", "relink", "pause", "stop", "serve"]
-"""``relink``: measure the links again. ``serve``: switch to asynchronous training; every worker
-has chosen it, so it is never sent."""
+StepRequest = Literal["", "relink", "pause", "finish", "stop", "serve"]
+"""``relink``: measure the links again. ``finish``: a callback wants no further step. ``serve``: switch to
+asynchronous training; every worker has chosen it, so it is never sent."""
 BUCKET_BYTES = 25 << 20
 DIGESTS = 1 << 64
 """Digests are summed modulo this."""

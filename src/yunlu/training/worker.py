@@ -38,7 +38,7 @@ from yunlu.training.runner import Runner
 from yunlu.training.topology.single import SingleTopology
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from yunlu.runs.run_store import RunStore
     from yunlu.training.tasks.task import Task
@@ -72,8 +72,17 @@ def main() -> int:
     return 1 if state is RunState.FAILED else 0
 
 
-def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunState:
-    """Run one attempt; every outcome is reported as an event, no exception escapes."""
+def run(
+    run: Path,
+    *,
+    task: Task | None = None,
+    callbacks: Sequence[Any] = (),
+    plan_only: bool = False,
+) -> RunState:
+    """Run one attempt; every outcome is reported as an event, no exception escapes.
+
+    ``task`` and ``callbacks`` are objects of the user's own process.
+    """
     directory = open_run(run)
 
     def report_stop() -> None:
@@ -90,6 +99,7 @@ def run(run: Path, *, task: Task | None = None, plan_only: bool = False) -> RunS
             change_state(directory, RunState.PLANNING)
             topology = SingleTopology(stop, task=task, plan_only=plan_only)
             runner = Runner(directory, job, topology, attempt=attempt)
+            runner.own_callbacks = callbacks
             try:
                 return runner.run_attempt(started_at=started_at)
             except StopRequestedError:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from yunlu.core.html_table import html_table
+from yunlu.core.units import show_number
 from yunlu.jobs.job_input import build_job
-from yunlu.tuning.facts import find_best
+from yunlu.tuning.facts import find_best, rank_trials
 from yunlu.tuning.records import open_study, turn_values
 from yunlu.tuning.setup import (
     create_study,
@@ -71,6 +73,7 @@ def describe_error(error: Exception) -> str:
 
 
 _TOLD = ("done", "pruned", "failed")
+_SHOWN_TRIALS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,28 @@ class Study:
     def view(self) -> StudyView:
         """Current view of the study."""
         return self._records.view()
+
+    def _repr_html_(self) -> str:
+        """Its best trials, for a notebook."""
+        view = self.view()
+        ranked = rank_trials(view.trials, best=view.best)
+        names = [dimension.name for dimension in view.dimensions]
+        rows = [
+            (
+                f"{facts.number}{' ★' if view.best is not None and facts.number == view.best.number else ''}",
+                str(facts.state),
+                "–" if facts.value is None else show_number(facts.value),
+                *(str(facts.params.get(name, "–")) for name in names),
+            )
+            for facts in ranked[:_SHOWN_TRIALS]
+        ]
+        left_out = len(ranked) - len(rows)
+        return html_table(
+            rows,
+            head=("trial", "state", view.metric, *names),
+            title=f"{view.name}: {view.state}, {len(ranked)} trials",
+            note=f"{left_out} more trials" if left_out else "",
+        )
 
     def forecast(self, *, slots: Slots | None = None) -> StudyForecast:
         """What it will take, told once, before it begins: trials, time, cost; of runs of the job."""

@@ -11,8 +11,10 @@ import numpy as np
 from pydantic import Field
 
 from yunlu.core.errors import YunluError, did_you_mean
+from yunlu.core.html_table import html_table
+from yunlu.core.units import show_bytes, show_duration
 from yunlu.core.value import Value
-from yunlu.planning.plan import Plan, compare, main_wait
+from yunlu.planning.plan import Plan, compare, describe_layout, main_wait
 from yunlu.planning.predict.query_batch import RECOMPUTE
 from yunlu.planning.search.layout_search import enumerate_layouts, node_counts
 from yunlu.spec.job import Objective
@@ -72,6 +74,22 @@ class PlanOptions(Value):
     def explain(self) -> str:
         """Every option as text."""
         return "\n\n".join(option.explain() for option in self.options)
+
+    def _repr_html_(self) -> str:
+        """A row for each option, for a notebook."""
+        rows = [
+            (
+                f"{option.hardware} ({option.hardware.device})",
+                describe_layout(option),
+                show_bytes(option.memory_bytes.value),
+                show_duration(option.total_s.value),
+                "–" if option.dollars is None else f"${option.dollars.value:,.2f}",
+                option.reason,
+            )
+            for option in self.options
+        ]
+        head = ("hardware", "layout", "memory", "time", "cost", "why")
+        return html_table(rows, head=head, note=" ".join((*self.problems, *self.notes)))
 
     def to_json(self) -> str:
         """Everything, for programs."""

@@ -164,12 +164,12 @@ _PAGE = 140
 _NARROWEST = 20
 
 
-def make_console() -> TerminalConsole:
-    """Standard output: as wide as the terminal or ``COLUMNS`` says, else as reads well in a file."""
-    console = TerminalConsole()
+def make_console(*, stderr: bool = False) -> TerminalConsole:
+    """Standard output or error: as wide as the terminal or ``COLUMNS`` says, else as reads well in a file."""
+    console = TerminalConsole(stderr=stderr)
     if console.is_terminal or terminal_columns() is not None:
         return console
-    return TerminalConsole(width=_PAGE)
+    return TerminalConsole(stderr=stderr, width=_PAGE)
 
 
 def plain_table(**fitting: Any) -> FittingTable:

@@ -198,7 +198,12 @@ class LiveDisplay:
         self._spinner = Spinner("dots", style=ACCENT)
         self._phase: str | None = "starting the worker"
         self._live = Live(
-            console=console, get_renderable=self._moving, transient=True, refresh_per_second=8
+            console=console,
+            get_renderable=self._moving,
+            transient=True,
+            refresh_per_second=8,
+            # What a script prints goes where the script wants it.
+            redirect_stdout=not console.stderr,
         )
         self._live.start()
 

@@ -366,7 +366,9 @@ class LocalUpdateCommunicator:
         return decode_request(received)
 
 
-_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 20, "stop": 1 << 40}
+_REQUEST_CODES = {"": 0, "relink": 1, "pause": 1 << 20, "finish": 1 << 38, "stop": 1 << 40}
+"""Far enough apart that weaker requests of all workers do not add up to a stronger one; only the worker
+that leads asks to finish."""
 
 
 def sync_step(world: World, micros: Sequence[Batch], request: StepRequest = "") -> StepTotals:
@@ -393,6 +395,8 @@ def decode_request(total: int) -> StepRequest:
     """Strongest request in a sum of encoded requests."""
     if total >= _REQUEST_CODES["stop"]:
         return "stop"
+    if total >= _REQUEST_CODES["finish"]:
+        return "finish"
     if total >= _REQUEST_CODES["pause"]:
         return "pause"
     return "relink" if total else ""

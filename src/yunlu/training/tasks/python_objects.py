@@ -19,6 +19,7 @@ from yunlu.core.errors import DataError, JobError, ModelError, did_you_mean
 from yunlu.training.data.sample_order import permute
 from yunlu.training.models.keras import as_module
 from yunlu.training.tasks.media import ends_in_softmax
+from yunlu.training.tasks.own_metrics import OwnMetricsScorer, open_metrics
 from yunlu.training.tasks.scoring import ClassScorer, RegressionScorer
 from yunlu.training.tasks.task import Batch, Evaluation, Samples, Splits, call, logits_of
 
@@ -37,7 +38,8 @@ class ObjectTask:
     ``data`` is a pair of arrays or tensors, a torch ``Dataset``, or a mapping with the keys
     ``train``, ``validation`` and ``test`` of either. A loss with a ``reduction`` is summed over the
     items it counts; any other must be the mean over the samples of its batch. ``metrics`` are
-    named functions of (outputs, targets), averaged over samples.
+    named functions of (outputs, targets) of a batch, averaged over samples, or one function of all
+    outputs and targets of an evaluation, as arrays.
     """
 
     special_keys = frozenset[str]()
@@ -48,10 +50,13 @@ class ObjectTask:
         model: nn.Module,
         data: Any,
         loss: Loss | None = None,
-        metrics: Mapping[str, Loss] | None = None,
+        metrics: Mapping[str, Loss] | Callable[..., Any] | None = None,
     ) -> None:
         _check_parts(model, data, loss)
-        self._model, self._data, self._metrics = model, data, dict(metrics or {})
+        self._model, self._data = model, data
+        self._metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
+        is_whole = not (metrics is None or isinstance(metrics, Mapping))
+        self._own_metrics = open_metrics([cast("Any", metrics)]) if is_whole else ()
         self._loss = loss
         self._summed_loss: Loss | None = None
         self._is_classes = self._gives_probabilities = False
@@ -113,7 +118,9 @@ class ObjectTask:
 
     def scorer(self) -> Scorer:
         """Accuracy for classes, errors for numbers, otherwise only the loss."""
-        return _InferredScorer(is_classes=self._is_classes, metrics=self._metrics)
+        inferred = _InferredScorer(is_classes=self._is_classes, metrics=self._metrics)
+        own = self._own_metrics
+        return OwnMetricsScorer(inferred, own, self) if own else inferred
 
     def _parts(self) -> dict[str, Samples]:
         if not isinstance(self._data, Mapping):

@@ -152,6 +152,11 @@ class Recommendation:
             return RankingScorer()
         return RegressionScorer(scale=self._std)
 
+    @property
+    def target_scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of the ratings; choices have none."""
+        return self._mean, self._std
+
     def save_artifacts(self, directory: Path) -> None:
         """``recommendation.json``: columns, users and items by number, the scale of ratings."""
         parts = {

@@ -256,6 +256,11 @@ class TabularRegression(_Tabular):
         return RegressionScorer(scale=self._std)
 
     @property
+    def target_scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of the target."""
+        return self._mean, self._std
+
+    @property
     def _outputs(self) -> int:
         return 1
 

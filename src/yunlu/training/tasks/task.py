@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yunlu.spec.job import Job
+    from yunlu.training.tasks.own_metrics import OwnMetric
 
 
 class Samples(Protocol):
@@ -172,6 +173,16 @@ class SavesArtifacts(Protocol):
         ...
 
 
+@runtime_checkable
+class StandardisesTargets(Protocol):
+    """A task whose model answers numbers in standard deviations from their mean."""
+
+    @property
+    def target_scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of the targets."""
+        ...
+
+
 class ModelPrediction(Value):
     """Answer of a model to one input."""
 
@@ -301,6 +312,8 @@ class TrainingInputs:
     task: Task
     model: nn.Module
     splits: Splits
+    metrics: Sequence[OwnMetric] = ()
+    """The user's own."""
 
 
 def open_task(name: str) -> Task:

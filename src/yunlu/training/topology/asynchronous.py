@@ -26,6 +26,7 @@ from yunlu.training.communication.servers.store import prepare, shard_directory
 from yunlu.training.communication.servers.weights import FlatWeights
 from yunlu.training.data.batches import step_batches
 from yunlu.training.data.sample_order import digest_of
+from yunlu.training.hooks.callback import StepReport
 from yunlu.training.prepare import load_or_make_plan
 from yunlu.training.runner import Topology
 from yunlu.training.tasks.task import collate_for
@@ -229,6 +230,7 @@ class AsyncTopology(Topology):
             trackers=runner.trackers,
             stop=self.stop,
             attempt=runner.attempt,
+            hooks=runner.hooks,
             log=log,
         )
 
@@ -307,12 +309,15 @@ class AsyncTopology(Topology):
     def _is_finished(self) -> bool:
         """Do what is due; returns whether the final evaluation and checkpoint are done."""
         self._record_steps()
-        is_ending = self._is_at_end() or self.stop.is_set
+        self._callbacks.hooks.call_checkpoints()
+        request = self._callbacks.hooks.request
+        is_ending = self._is_at_end() or self.stop.is_set or bool(request)
         if is_ending:
             if not self._is_at_end():
                 self._report_stopping()
             self._client.stop()
-        is_evaluating, is_saving = self._is_evaluation_due(), self._is_checkpoint_due()
+        is_evaluating = self._is_evaluation_due() or request == "finish"
+        is_saving = self._is_checkpoint_due()
         if not (is_ending or is_evaluating or is_saving):
             self._callbacks.log.flush_if_due()
             return False
@@ -329,12 +334,15 @@ class AsyncTopology(Topology):
             self._callbacks.evaluate_and_save(
                 is_evaluating=is_evaluating or is_last, is_saving=is_saving, is_last=is_ending
             )
+            if request == "finish":
+                self._callbacks.stopped_early = True
         return is_ending
 
     def _report_stopping(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            self._run.emit(StateChanged(state=RunState.STOPPING, reason="asked to stop"))
+            reason = self._callbacks.hooks.reason or "asked to stop"
+            self._run.emit(StateChanged(state=RunState.STOPPING, reason=reason))
 
     def _is_evaluation_due(self) -> bool:
         every = self._plan.evaluate_every
@@ -417,6 +425,14 @@ class AsyncTopology(Topology):
         peak = max(int(ticket["memory_bytes"]) for ticket in tickets)
         self._callbacks.log.memory_bytes = max(self._callbacks.log.memory_bytes, peak)
         self._callbacks.log.add(record)
+        if self._callbacks.hooks.has_step_hooks:
+            self._callbacks.hooks.call_step(_describe(record))
+
+
+def _describe(record: dict[str, Any]) -> StepReport:
+    named = {name: record[name] for name in ("step", "epoch", "loss", "lr", "grad_norm", "samples")}
+    seconds = record["data_s"] + record["compute_s"] + record["communication_s"]
+    return StepReport(**named, seconds=seconds)
 
 
 def _sum(tickets: list[dict[str, Any]], key: str) -> float:

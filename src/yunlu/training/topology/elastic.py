@@ -196,6 +196,11 @@ class ElasticTopology(GroupTopology):
             self.barrier()
             self.report_paused()
             return RunState.RUNNING
+        if request == "finish":
+            callbacks.end_on_request(request)
+            return None
+        if request == "stop" and callbacks.hooks.reason:
+            change_state(runner.run, RunState.STOPPING, reason=callbacks.hooks.reason)
         is_left = request == "serve" and runner.engine.steps_done > 0
         if is_left or (request == "stop" and callbacks.is_to_be_saved()):
             callbacks.save_and_wait()
@@ -290,7 +295,8 @@ class ElasticTopology(GroupTopology):
         if not self._is_tracking:
             self._is_tracking = True
             runner.open_trackers()
-            self.callbacks_of(runner).track(runner.trackers)
+            runner.open_hooks()
+            self.callbacks_of(runner).lead(runner.trackers, runner.hooks)
             runner.trackers.start(runner.run, runner.job, resumed=resumed_from is not None)
         if self._assignment.restore.kind == "start":
             change_state(runner.run, RunState.RUNNING, resumed_from_step=resumed_from)

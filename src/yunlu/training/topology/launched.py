@@ -532,10 +532,13 @@ class LaunchedTopology(GroupTopology):
             callbacks.checkpoints.wait()
             self.barrier()  # the leader's store is no longer needed
             return RunState.RUNNING
+        if request == "finish":
+            callbacks.end_on_request(request)
         if request == "stop":
             is_to_be_saved = callbacks.is_to_be_saved()
             if callbacks.decision is None:
-                change_state(runner.run, RunState.STOPPING, reason="asked to stop")
+                reason = callbacks.hooks.reason or "asked to stop"
+                change_state(runner.run, RunState.STOPPING, reason=reason)
             if is_to_be_saved:
                 callbacks.save_and_wait()
         return None

@@ -28,6 +28,7 @@ class SingleTopology(Topology):
     """One worker, in its own process or in a user's."""
 
     def __init__(self, stop: StopRequest, *, task: Task | None, plan_only: bool) -> None:
+        """``task`` is given where a user's own process trains."""
         self._stop, self._task, self._plan_only = stop, task, plan_only
 
     def load(self, runner: Runner) -> TrainingInputs:
@@ -53,6 +54,7 @@ class SingleTopology(Topology):
             trackers=runner.trackers,
             stop=self._stop,
             attempt=runner.attempt,
+            hooks=runner.hooks,
             interruptible=self._stop.interrupting,
         )
 
@@ -73,11 +75,17 @@ class SingleTopology(Topology):
         with memory_capped(cap_bytes(runner.job, runner.machine)), _tracing(runner):
             return loop.run(runner.engine, runner.callbacks)
 
+    def leave(self, runner: Runner, request: StepRequest) -> RunState | None:
+        """End as a callback asked."""
+        if request in {"finish", "stop"}:
+            runner.callbacks.end_on_request(request)
+        return None
+
     def end(self, runner: Runner, state: RunState) -> RunState:
-        """Report the state, and why a trial ended."""
-        decision = runner.callbacks.decision
-        reason = {} if decision is None else {"reason": decision.reason}
-        return change_state(runner.run, state, **reason)
+        """Report the state, and why a trial ended, or what a callback asked for."""
+        decision, asked = runner.callbacks.decision, runner.callbacks.hooks.reason
+        reason = decision.reason if decision is not None else asked
+        return change_state(runner.run, state, **({"reason": reason} if reason else {}))
 
 
 def _tracing(runner: Runner) -> AbstractContextManager[None]:

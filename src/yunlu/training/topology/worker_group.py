@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from yunlu.runs.run_store import RunStore
     from yunlu.training.engine import Engine
+    from yunlu.training.hooks.callback import CallbackCaller
     from yunlu.training.loop import Step
     from yunlu.training.parallel.world import World
     from yunlu.training.runner import Runner
@@ -165,6 +166,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         attempt: int,
         replicate: Callable[[float], None],
         forget_after: Callable[[int], None],
+        hooks: CallbackCaller | None = None,
     ) -> None:
         """``replicate`` is called after each step with its seconds, to replicate state to peers.
 
@@ -176,6 +178,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
             trackers=trackers,
             stop=StopRequest(),
             attempt=attempt,
+            hooks=hooks,
             group=save_group,
             log=log,
         )
@@ -196,9 +199,9 @@ class WorkerGroupCallbacks(TrainingCallbacks):
         self._tracked_order = self._engine.order
         self._order, self._next_step = self._tracked_order.steps_from(step), step
 
-    def track(self, trackers: TrackerThread) -> None:
-        """Use these trackers from now on."""
-        self._trackers = trackers
+    def lead(self, trackers: TrackerThread, hooks: CallbackCaller) -> None:
+        """Use these trackers and callbacks from now on: this worker leads."""
+        self._trackers, self.hooks = trackers, hooks
 
     def begin_phase(self, phase: str) -> None:
         """Begin a long phase that is not a step."""
@@ -215,7 +218,7 @@ class WorkerGroupCallbacks(TrainingCallbacks):
             self._agent.request_exclusion()
         if self._agent.wants_stop or self._is_pruned():
             return "stop"
-        return "pause" if self._agent.wants_pause else ""
+        return super().before_step() or ("pause" if self._agent.wants_pause else "")
 
     def after_step(self, step: Step) -> bool:
         """As for a single worker; also writes the ledger and reports progress."""
@@ -397,6 +400,7 @@ class GroupTopology(Topology):
             attempt=runner.attempt,
             replicate=replicate,
             forget_after=forget_after,
+            hooks=runner.hooks if world.is_leader else None,
         )
 
 

@@ -52,6 +52,8 @@ def _evaluation(value: Any, settings: Settings) -> Taken:
         return {"train.evaluate": "epoch"}
     if word == "no":
         return {"train.evaluate": "never"}
+    if word != "steps":
+        raise NotTakenError(f"{value!r} is not known: no, steps or epoch")
     steps = settings.get("eval_steps") or settings.get("logging_steps") or 500
     return {"train.evaluate": _steps(steps)}
 
@@ -67,6 +69,8 @@ def _saving(value: Any, settings: Settings) -> Taken:
         raise NotTakenError("a run always keeps a checkpoint, so that it can be resumed")
     if word == "best":
         return {"train.checkpoint.keep_best": 1}
+    if word not in {"epoch", "steps"}:
+        raise NotTakenError(f"{value!r} is not known: no, steps, epoch or best")
     return {
         "train.checkpoint.every": "epoch"
         if word == "epoch"

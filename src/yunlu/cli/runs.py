@@ -23,10 +23,9 @@ from yunlu.render.terminal.page import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from yunlu.client.protocol import Client
     from yunlu.jobs.report_model import ReportPage
+    from yunlu.render.terminal.page import TerminalConsole
 
 _FEW = 20
 
@@ -117,7 +116,7 @@ def logs(
     return 0
 
 
-def _print_events(client: Client, run: str, console: Console, *, follow: bool) -> None:
+def _print_events(client: Client, run: str, console: TerminalConsole, *, follow: bool) -> None:
     from yunlu.render.terminal.run_display import LogLines  # noqa: PLC0415 (slow to import)
 
     shown, past = LogLines(), client.events(run)
@@ -131,7 +130,7 @@ def _print_events(client: Client, run: str, console: Console, *, follow: bool) -
 def _print_worker_log(
     client: Client,
     run: str,
-    console: Console,
+    console: TerminalConsole,
     rank: int | None,
     worker: str | None,
     *,
@@ -145,9 +144,9 @@ def _print_worker_log(
         _print_text(console, log.lines)
 
 
-def _print_text(console: Console, lines: tuple[str, ...]) -> None:
+def _print_text(console: TerminalConsole, lines: tuple[str, ...]) -> None:
     for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
+        console.print_verbatim(Text.from_ansi(line))
 
 
 def report(

@@ -1,7 +1,7 @@
 """Texts for people, each in English and in Chinese.
 
-``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one; a terminal
-has English only.
+``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one. What a terminal
+shows is made in English and looked up in ``zh/ROOM.json`` when it is shown: see ``chinese``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from yunlu.core.value import Value
+from yunlu.render.i18n.chinese import to_chinese
 
 
 class BilingualText(Value):
@@ -50,6 +51,11 @@ def known_text(prefix: str, name: str) -> BilingualText:
     """The text of ``prefix.name``; the name itself where there is none."""
     key = f"{prefix}.{name}"
     return text(key) if key in _texts("en") else same(name)
+
+
+def translated(english: str, *, is_label: bool = False) -> BilingualText:
+    """A text that the program made in English, such as the reason of a choice, and its Chinese."""
+    return BilingualText(en=english, zh=to_chinese(english, is_label=is_label))
 
 
 def same(name: str, *, code: bool = False) -> BilingualText:

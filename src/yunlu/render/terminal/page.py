@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.secrets import clean_for_terminal, escape_for_json
+from yunlu.core.settings import read_language
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType
 
     from yunlu.core.value import Value
+    from yunlu.render.i18n import BilingualText
 
 
 class TerminalConsole(Console):
@@ -33,6 +36,29 @@ class TerminalConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+        self._is_chinese = read_language() == "zh"
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print in the user's language."""
+        if self._is_chinese:
+            objects = tuple(_in_chinese(item) for item in objects)
+        super().print(*objects, **options)
+
+    def print_verbatim(self, text: Text) -> None:
+        """Print a line of a log as it is: neither wrapped nor translated."""
+        before, self._is_chinese = self._is_chinese, False
+        try:
+            super().print(text, soft_wrap=True)
+        finally:
+            self._is_chinese = before
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render in the user's language, whoever asks: a live display, the library of the help."""
+        if self._is_chinese and not _is_translated(renderable):
+            renderable = _in_chinese(renderable, is_ours=False)
+        return super().render(renderable, options)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(map(_clean, buffer))
@@ -40,12 +66,41 @@ class TerminalConsole(Console):
 
 def print_text(text: str) -> None:
     """Print plain text on standard output."""
-    sys.stdout.write(clean_for_terminal(text) + "\n")
+    sys.stdout.write(clean_for_terminal(in_language(text)) + "\n")
 
 
 def print_note(text: str) -> None:
     """Print plain text on standard error, where standard output carries JSON only."""
-    sys.stderr.write(clean_for_terminal(text) + "\n")
+    sys.stderr.write(clean_for_terminal(in_language(text)) + "\n")
+
+
+def in_language(text: str, *, is_label: bool = False) -> str:
+    """The text in the user's language; ``is_label``: a single word is a word of ours."""
+    if read_language() != "zh":
+        return text
+    from yunlu.render.i18n.chinese import to_chinese  # noqa: PLC0415 (English needs no catalogue)
+
+    return to_chinese(text, is_label=is_label)
+
+
+def spoken(text: BilingualText) -> str:
+    """A text of the report in the user's language."""
+    return text.zh if read_language() == "zh" else text.en
+
+
+_HAN = re.compile("[一-鿿]")
+
+
+def _is_translated(block: Any) -> bool:
+    """Whether the parts of a printed block come by again, in Chinese already."""
+    text = block.plain if isinstance(block, Text) else block
+    return isinstance(text, str) and _HAN.search(text) is not None
+
+
+def _in_chinese(block: Any, *, is_ours: bool = True) -> Any:
+    from yunlu.render.terminal.translation import translate_block  # noqa: PLC0415 (as above)
+
+    return translate_block(block, is_ours=is_ours)
 
 
 def _clean(segment: Segment) -> Segment:
@@ -104,7 +159,7 @@ def title_text(name: str, about: str) -> Text:
 def state_text(state: RunState) -> Text:
     """The state with its sign and colour."""
     sign, style = STATE_STYLES[state]
-    return Text(f"{sign} {state}", style=style)
+    return Text(f"{sign} {in_language(state, is_label=True)}", style=style)
 
 
 def print_value(value: Value, *, indent: int | None = None, **extra: Any) -> None:

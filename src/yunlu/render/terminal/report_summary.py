@@ -15,6 +15,7 @@ from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.worker_groups import name_worker
 from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
+from yunlu.render.terminal.page import in_language, spoken
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
@@ -76,7 +77,7 @@ def print_summary(report: Report, console: Console) -> None:
     for warning in report.warnings:
         console.print(Text(f"  ! {warning}", "yellow"))
     for finding in report.findings:
-        console.print(Text(f"  · {show_finding(finding).en}"))
+        console.print(Text(f"  · {spoken(show_finding(finding))}"))
     if (loss := report.curve("train_loss")) is not None:
         console.print(_loss_line(loss.values))
     if report.evaluations:
@@ -118,7 +119,11 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
 
 def _heading(report: Report) -> Text:
     colour = _COLOURS.get(report.state, "blue")
-    text = Text.assemble((report.name, "bold"), "  ", (report.state.value, f"bold {colour}"))
+    text = Text.assemble(
+        (report.name, "bold"),
+        "  ",
+        (in_language(report.state.value, is_label=True), f"bold {colour}"),
+    )
     if report.headline is not None:
         value = show_metric(report.headline.metric, report.headline.value)
         quoted = f"{report.headline.split} {report.headline.metric}"
@@ -139,7 +144,9 @@ def _heading(report: Report) -> Text:
 
 def _loss_line(values: Sequence[float]) -> Text:
     span = f"  {show_number(values[0])} → {show_number(values[-1])}"
-    return Text.assemble("\n  loss  ", (sparkline(values), "blue"), (span, "dim"))
+    return Text.assemble(
+        f"\n  {in_language('loss', is_label=True)}  ", (sparkline(values), "blue"), (span, "dim")
+    )
 
 
 def _table(title: str) -> Table:
@@ -228,14 +235,15 @@ def _interval(comparison: Comparison) -> str:
 
 def _time_line(totals: dict[str, float]) -> Text:
     whole = sum(totals.values())
-    text = Text("  time  ")
+    text = Text(f"  {in_language('time', is_label=True)}  ")
     spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
     for part, seconds in spent.items():
         text.append("█" * max(1, round(_BAR_WIDTH * seconds / whole)), _PARTS[part])
     legend = Text("\n        ")
     for part, seconds in spent.items():
         legend.append("■ ", _PARTS[part])
-        legend.append(f"{part} {show_duration(seconds)} ({seconds / whole:.0%})  ")
+        name = in_language(part, is_label=True)
+        legend.append(f"{name} {show_duration(seconds)} ({seconds / whole:.0%})  ")
     return text.append_text(legend)
 
 
@@ -270,7 +278,9 @@ def _happened_table(worker_group: WorkerGroupHistory) -> Table:
     rows: list[tuple[float, str, str, str, str, str | None]] = []
     for fault in worker_group.faults:
         step = "" if fault.step is None else f"{fault.step:,}"
-        rows.append((fault.at, step, f"{name_worker(fault)} {show_fault(fault).en}", "", "", "red"))
+        rows.append(
+            (fault.at, step, f"{name_worker(fault)} {spoken(show_fault(fault))}", "", "", "red")
+        )
     for before, change in pairwise(worker_group.changes):
         lost = "" if change.lost_s is None else show_duration(change.lost_s)
         what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.docs.pages import (
     ROOT,
+    Block,
     anchors,
     blocks,
     code_words,
@@ -52,6 +53,10 @@ TRANSLATED = [
             "notebooks",
             "ascend",
             "clean-up",
+            "python",
+            "tasks",
+            "use-the-model",
+            "faq",
         )
     ),
 ]
@@ -135,9 +140,44 @@ def test_the_architecture_fits_in_a_hundred_lines() -> None:
     assert len((DOCS / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 100
 
 
+_REMARK = re.compile(r"(?:^|(?<=\s))# .*$", re.MULTILINE)
+
+
+def _without_remarks(block: Block) -> str:
+    """The code, whatever language its comments are in and how far they stand from it."""
+    return re.sub(r"[ ]+$", "", _REMARK.sub("", block.source), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("chinese", [chinese for _, chinese in TRANSLATED], ids=name_of)
+def test_a_chinese_page_is_chinese_throughout(chinese: Path) -> None:
+    """Comments in its blocks, too; a reader is 你 everywhere; links lead to Chinese pages."""
+    assert "您" not in chinese.read_text(encoding="utf-8")
+    remarks = [
+        remark
+        for block in blocks(chinese)
+        for remark in _REMARK.findall(block.source)
+        if not remark.startswith("# yaml-language-server")
+    ]
+    sentences = [remark for remark in remarks if re.search(r"[A-Za-z]+ [a-z]+", remark)]
+    assert [remark for remark in sentences if not re.search("[一-鿿]", remark)] == []
+    own = chinese.with_name(chinese.name.replace(".zh-CN", ""))
+    elsewhere = {english for english, _ in TRANSLATED} - {own}
+    targets = [chinese.parent / link.partition("#")[0] for link in links(chinese)]
+    assert [target for target in targets if target.resolve() in elsewhere] == []
+
+
+def test_jobs_are_jobs_in_chinese() -> None:
+    """A task is another thing."""
+    for _, chinese in TRANSLATED:
+        text = chinese.read_text(encoding="utf-8")
+        assert not re.search("任务文件|训练任务|提交任务|任务队列", text), chinese.name
+
+
 @pytest.mark.parametrize(("english", "chinese"), TRANSLATED)
 def test_a_page_and_its_translation_show_the_same(english: Path, chinese: Path) -> None:
-    assert [block.source for block in blocks(english)] == [b.source for b in blocks(chinese)]
+    assert [_without_remarks(b) for b in blocks(english)] == [
+        _without_remarks(b) for b in blocks(chinese)
+    ]
     assert headings(english) == headings(chinese)
     assert [row[0] for row in table_rows(english) if row[0].startswith("`")] == [
         row[0] for row in table_rows(chinese) if row[0].startswith("`")

@@ -20,6 +20,7 @@ from rich.text import Text
 from yunlu import __version__
 from yunlu.core.errors import YunluError, did_you_mean
 from yunlu.core.secrets import mask
+from yunlu.core.settings import read_language
 from yunlu.render.terminal.page import TerminalConsole, print_lines, print_note
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def build_app() -> App:
     """The verbs and their help; nothing behind them is imported."""
     app = App(
         name="yunlu",
+        **_speak_chinese(),
         help="Plan, train and report large models from one job file.",
         version=__version__,
         help_epilogue="Add --debug to any command to see the traceback of an error.",
@@ -141,6 +143,15 @@ def build_app() -> App:
         help="Install completion for bash, zsh or fish.",
     )
     return app
+
+
+def _speak_chinese() -> dict[str, Any]:
+    """Options of the help in Chinese, which English users need not import."""
+    if read_language() != "zh":
+        return {}
+    from yunlu.cli.chinese_help import ChineseHelp  # noqa: PLC0415 (as above)
+
+    return {"console": TerminalConsole(), "help_formatter": ChineseHelp()}
 
 
 def _run(tokens: list[str], *, debug: bool) -> int:

@@ -25,10 +25,9 @@ from yunlu.render.terminal.page import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from yunlu.client.protocol import Client
     from yunlu.jobs.report_model import ReportPage
+    from yunlu.render.terminal.page import TerminalConsole
 
 _FEW = 20
 _LOG_HANG = 10
@@ -129,7 +128,7 @@ def logs(
     return 0
 
 
-def _print_events(client: Client, run: str, console: Console, *, follow: bool) -> None:
+def _print_events(client: Client, run: str, console: TerminalConsole, *, follow: bool) -> None:
     from yunlu.render.terminal.run_display import LogLines  # noqa: PLC0415 (slow to import)
 
     shown, past = LogLines(), client.events(run)
@@ -143,7 +142,7 @@ def _print_events(client: Client, run: str, console: Console, *, follow: bool) -
 def _print_worker_log(
     client: Client,
     run: str,
-    console: Console,
+    console: TerminalConsole,
     rank: int | None,
     worker: str | None,
     *,
@@ -184,9 +183,9 @@ def _print_json_worker_log(
             shown.show_output(line, rank=rank, worker=worker)
 
 
-def _print_text(console: Console, lines: tuple[str, ...]) -> None:
+def _print_text(console: TerminalConsole, lines: tuple[str, ...]) -> None:
     for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
+        console.print_verbatim(Text.from_ansi(line))
 
 
 def report(

@@ -40,7 +40,6 @@ class Settings:
 def read_settings() -> Settings:
     """Read the environment afresh."""
     env = os.environ
-    language = env.get("YUNLU_LANG") or env.get("LC_ALL") or env.get("LANG") or "en"
     config_root = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     cache_root = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Settings(
@@ -50,7 +49,7 @@ def read_settings() -> Settings:
         executors=frozenset(env.get("YUNLU_EXECUTORS", "").split()),
         trusted_users=frozenset(env.get("YUNLU_TRUSTED_USERS", "").replace(",", " ").split()),
         dollars_per_hour=_price(env.get("YUNLU_DOLLARS_PER_HOUR")),
-        language="zh" if language.lower().startswith("zh") else "en",
+        language=read_language(),
         patience=_patience(env.get("YUNLU_PATIENCE")),
     )
 
@@ -59,6 +58,13 @@ def terminal_columns() -> int | None:
     """Columns that output is to have whatever it goes to: ``COLUMNS``; None where nothing says it."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def read_language() -> str:
+    """``zh`` or ``en``: ``YUNLU_LANG``, else what the system speaks, as POSIX orders the variables."""
+    names = ("YUNLU_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
+    spoken = next((value for name in names if (value := os.environ.get(name))), "en")
+    return "zh" if spoken.lower().startswith("zh") else "en"
 
 
 def limits_setting() -> str:

@@ -42,7 +42,7 @@ from yunlu.render.format import (
     show_quantity,
     show_value,
 )
-from yunlu.render.i18n import known_text, same, text
+from yunlu.render.i18n import known_text, same, text, translated
 from yunlu.render.study_figures import NUM_LEVELS
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def _environment() -> Environment:
         instant=_show_instant,
         plain=_show_plain,
     )
+    filters: dict[str, Any] = environment.filters
+    filters["both"] = translated
     functions: dict[str, Any] = environment.globals  # typed too narrowly by Jinja
     functions.update(
         text=text,

@@ -77,7 +77,7 @@ def test_what_the_worker_changed_in_the_submitted_plan_is_shown_below_it(
     finished.emit(PlanMade(plan=plan))
     page = render_page(build_report(finished))
     assert "Changed since the plan was submitted" in page
-    assert "与提交时方案的不同" in page
+    assert "与提交时计划的不同" in page
     assert "&lt;bf16&gt;" in page
     console = TerminalConsole(file=io.StringIO(), width=100)
     console.print(plan_block(plan))

@@ -1,7 +1,7 @@
 """Texts for people, each in English and in Chinese.
 
-``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one; a terminal
-speaks the language of the settings where it asks for it (``spoken``).
+``en.json`` and ``zh.json`` hold the same keys. Pages carry both languages and show one. What a terminal
+shows is made in English and looked up in ``zh/ROOM.json`` when it is shown: see ``chinese``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from yunlu.core.settings import read_settings
+from yunlu.core.settings import read_language
 from yunlu.core.value import Value
+from yunlu.render.i18n.chinese import to_chinese
 
 
 class BilingualText(Value):
@@ -53,10 +54,15 @@ def known_text(prefix: str, name: str) -> BilingualText:
     return text(key) if key in _texts("en") else same(name)
 
 
-def spoken(key: str, **fields: Any) -> str:
-    """The text of a key in the language of the settings."""
+def say(key: str, **fields: Any) -> str:
+    """The text of a key in the user's language."""
     words = text(key, **fields)
-    return words.zh if read_settings().language == "zh" else words.en
+    return words.zh if read_language() == "zh" else words.en
+
+
+def translated(english: str, *, is_label: bool = False) -> BilingualText:
+    """A text that the program made in English, such as the reason of a choice, and its Chinese."""
+    return BilingualText(en=english, zh=to_chinese(english, is_label=is_label))
 
 
 def same(name: str, *, code: bool = False) -> BilingualText:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from yunlu.hardware.catalog import PRECISIONS
 from yunlu.render.terminal.fitting_table import FittingTable
-from yunlu.render.terminal.page import Hanging, indented, plain_table
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import indented, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from yunlu.core.units import show_bytes
-from yunlu.render.i18n import spoken
+from yunlu.render.i18n import say
 from yunlu.render.terminal.page import indented, plain_table, state_text
 
 if TYPE_CHECKING:
@@ -34,41 +34,41 @@ def plan_page(plan: CleanupPlan, *, now: float, everything: bool = False) -> Ren
     if items:
         parts.append(indented(_item_table(shown, now=now)))
     if more := items[len(shown) :]:
-        parts.append(_dim(spoken("cleanup.more", count=len(more), size=_total(more))))
+        parts.append(_dim(say("cleanup.more", count=len(more), size=_total(more))))
     stays = plan.kept if everything else plan.kept[:_FEW]
     parts += [
-        Text(f" {kept.run} {spoken(f'cleanup.keep.{kept.reason}', by=kept.by)}", style="dim")
+        Text(f" {kept.run} {say(f'cleanup.keep.{kept.reason}', by=kept.by)}", style="dim")
         for kept in stays
     ]
     if others := len(plan.kept) - len(stays):
         parts.append(_dim(f"+ {others}"))
     parts += [
-        Text(f" {spoken('cleanup.last_model', name=name)}", style="yellow")
+        Text(f" {say('cleanup.last_model', name=name)}", style="yellow")
         for name in plan.last_models
     ]
     if not items:
-        parts.append(Text(f" {spoken('cleanup.nothing', home=plan.home)}"))
+        parts.append(Text(f" {say('cleanup.nothing', home=plan.home)}"))
     return Group(*parts)
 
 
 def dry_run_line(plan: CleanupPlan) -> Text:
     """The sum of a plan that is only shown."""
     sizes = {"count": len(plan.items), "size": show_bytes(plan.size.bytes)}
-    return Text(f" {spoken('cleanup.dry_run', **sizes)}")
+    return Text(f" {say('cleanup.dry_run', **sizes)}")
 
 
 def question(plan: CleanupPlan) -> str:
     """What is asked before anything goes."""
     sizes = {"count": len(plan.items), "size": show_bytes(plan.size.bytes)}
-    return f" {spoken('cleanup.question', **sizes)} [y/N] "
+    return f" {say('cleanup.question', **sizes)} [y/N] "
 
 
 def result_page(result: CleanupResult) -> RenderableType:
     """What went, and what stayed after all."""
     sizes = {"count": len(result.removed), "size": show_bytes(result.size.bytes)}
-    lines = [Text(f" {spoken('cleanup.removed', **sizes)}")]
+    lines = [Text(f" {say('cleanup.removed', **sizes)}")]
     lines += [
-        Text(f" {spoken('cleanup.skipped', path=item.path, problem=item.problem)}", style="yellow")
+        Text(f" {say('cleanup.skipped', path=item.path, problem=item.problem)}", style="yellow")
         for item in result.skipped
     ]
     return Group(*lines)
@@ -76,23 +76,23 @@ def result_page(result: CleanupResult) -> RenderableType:
 
 def unchanged_line() -> Text:
     """Nothing happened."""
-    return Text(f" {spoken('cleanup.unchanged')}")
+    return Text(f" {say('cleanup.unchanged')}")
 
 
 def _item_table(items: Iterable[RemovableItem], *, now: float) -> Table:
     table = plain_table()
-    table.add_column(spoken("cleanup.what"), overflow="fold")
-    table.add_column(spoken("cleanup.name"), overflow="fold")
-    table.add_column(spoken("cleanup.size"), justify="right", no_wrap=True)
-    table.add_column(spoken("cleanup.idle"), justify="right", no_wrap=True)
-    table.add_column(spoken("cleanup.why"), overflow="fold")
+    table.add_column(say("cleanup.what"), overflow="fold")
+    table.add_column(say("cleanup.name"), overflow="fold")
+    table.add_column(say("cleanup.size"), justify="right", no_wrap=True)
+    table.add_column(say("cleanup.idle"), justify="right", no_wrap=True)
+    table.add_column(say("cleanup.why"), overflow="fold")
     for item in items:
         table.add_row(
-            spoken(f"cleanup.kind.{item.kind}"),
+            say(f"cleanup.kind.{item.kind}"),
             _name(item),
             show_bytes(item.size.bytes),
             _days(now - item.used_at) if item.used_at else "–",
-            spoken(f"cleanup.reason.{item.reason}"),
+            say(f"cleanup.reason.{item.reason}"),
         )
     return table
 
@@ -103,14 +103,14 @@ def _name(item: RemovableItem) -> str:
         return item.run
     step = path.name.removeprefix("step-")
     if item.kind == "checkpoint" and step.isdecimal():
-        return f"{item.run} {spoken('cleanup.step', step=int(step))}"
+        return f"{item.run} {say('cleanup.step', step=int(step))}"
     if item.run:
         return f"{item.run}/{path.name}"
     return path.name if item.kind == "leftover" else f"{path.parent.name}/{path.name}"
 
 
 def _days(seconds: float) -> str:
-    return spoken("cleanup.days", days=max(0, int(seconds // _DAY_S)))
+    return say("cleanup.days", days=max(0, int(seconds // _DAY_S)))
 
 
 def _total(items: Iterable[RemovableItem]) -> str:
@@ -123,12 +123,12 @@ def space_page(usage: DiskUsage, *, now: float, everything: bool = False) -> Ren
     runs = usage.runs if everything else usage.runs[:_FEW]
     if runs:
         table = plain_table()
-        table.add_column(spoken("space.run"), overflow="fold")
-        table.add_column(spoken("space.state"), no_wrap=True)
-        table.add_column(spoken("space.all"), justify="right", no_wrap=True)
-        table.add_column(spoken("space.checkpoints"), justify="right", no_wrap=True)
-        table.add_column(spoken("space.model"), justify="right", no_wrap=True)
-        table.add_column(spoken("cleanup.idle"), justify="right", no_wrap=True)
+        table.add_column(say("space.run"), overflow="fold")
+        table.add_column(say("space.state"), no_wrap=True)
+        table.add_column(say("space.all"), justify="right", no_wrap=True)
+        table.add_column(say("space.checkpoints"), justify="right", no_wrap=True)
+        table.add_column(say("space.model"), justify="right", no_wrap=True)
+        table.add_column(say("cleanup.idle"), justify="right", no_wrap=True)
         for run in runs:
             table.add_row(
                 run.id,
@@ -140,37 +140,37 @@ def space_page(usage: DiskUsage, *, now: float, everything: bool = False) -> Ren
             )
         parts.append(indented(table))
     else:
-        parts.append(Text(f" {spoken('space.no_runs', home=usage.home)}"))
+        parts.append(Text(f" {say('space.no_runs', home=usage.home)}"))
     if rest := len(usage.runs) - len(runs):
-        parts.append(_dim(spoken("space.older", count=rest)))
-    parts += ["", _dim(spoken("space.hint"))]
+        parts.append(_dim(say("space.older", count=rest)))
+    parts += ["", _dim(say("space.hint"))]
     return Group(*parts)
 
 
 def _share_table(usage: DiskUsage) -> Table:
     table = plain_table()
-    table.add_column(spoken("cleanup.what"), overflow="fold")
-    table.add_column(spoken("cleanup.size"), justify="right", no_wrap=True)
-    table.add_column(spoken("space.files"), justify="right", no_wrap=True)
-    table.add_column(spoken("space.where"), overflow="fold")
+    table.add_column(say("cleanup.what"), overflow="fold")
+    table.add_column(say("cleanup.size"), justify="right", no_wrap=True)
+    table.add_column(say("space.files"), justify="right", no_wrap=True)
+    table.add_column(say("space.where"), overflow="fold")
     ours = [share for share in usage.shares if share.kind not in {"hub", "own-data"}]
     others = [share for share in usage.shares if share.kind in {"hub", "own-data"}]
     for share in ours:
         _add_share(table, share)
     table.add_row(
-        Text(spoken("space.total"), style="bold"), Text(_size(usage.size), style="bold"),
+        Text(say("space.total"), style="bold"), Text(_size(usage.size), style="bold"),
         f"{usage.size.files:,}",
     )  # fmt: skip
     if others:
         table.add_section()
-        table.add_row(Text(spoken("space.not_ours"), style="dim"))
+        table.add_row(Text(say("space.not_ours"), style="dim"))
     for share in others:
         _add_share(table, share)
     return table
 
 
 def _add_share(table: Table, share: SpaceShare) -> None:
-    kind = spoken(f"space.kind.{share.kind}")
+    kind = say(f"space.kind.{share.kind}")
     table.add_row(kind, _size(share.size), f"{share.size.files:,}", share.path)
 
 

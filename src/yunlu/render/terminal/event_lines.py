@@ -11,7 +11,8 @@ from rich.text import Text
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
 from yunlu.jobs.worker_groups import gist_of, name_worker
 from yunlu.render.format import show_fault
-from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import ACCENT, in_language, indented, plain_table, spoken
 from yunlu.runs.events import (
     BatchChanged,
     CommunicationChosen,
@@ -128,7 +129,7 @@ def fault_line(event: WorkerLost) -> Text:
     """Who was lost, when, and how."""
     when = f" at step {event.step}" if event.step is not None else ""
     why = f": {gist}" if (gist := gist_of(event.detail)) else ""
-    return Text(f"{name_worker(event)} {show_fault(event).en}{when}{why}")
+    return Text(f"{name_worker(event)} {spoken(show_fault(event))}{when}{why}")
 
 
 def straggler_line(event: StragglerSeen) -> Text:
@@ -175,7 +176,8 @@ def plan_block(plan: Plan) -> RenderableType:
     table.add_column("reason", ratio=5)
     for choice in plan.choices:
         style = "bold" if choice.pinned else "dim"
-        table.add_row(choice.name, choice.value, Text(choice.reason, style=style))
+        name = in_language(choice.name, is_label=True)
+        table.add_row(name, choice.value, Text(choice.reason, style=style))
     predicted = event_row("predicted", prediction_line(plan.prediction))
     return Group("", indented(table), "", *_trial_rows(plan), predicted, *_refined_rows(plan))
 
@@ -184,7 +186,8 @@ def _refined_rows(plan: Plan) -> list[RenderableType]:
     """Where the worker departed from the submitted plan, and why."""
     rows: list[RenderableType] = []
     for change in plan.refinements:
-        line = Text(f"{change.name} {change.planned} → ").append(change.refined, style="bold")
+        name = in_language(change.name, is_label=True)
+        line = Text(f"{name} {change.planned} → ").append(change.refined, style="bold")
         line.append(f"  {change.reason}", style="dim")
         rows.append(event_row("" if rows else "refined", line))
     return rows

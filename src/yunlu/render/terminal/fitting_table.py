@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Column
@@ -53,6 +53,13 @@ class FittingTable(Table):
         self._lead, self._prose = lead, {"", *prose}
         self._drop, self._dropped_note, self._instead = drop, dropped_note, instead
         self._heading = heading
+        self._say: Callable[[str], str] = str
+
+    def speak(self, say: Callable[[str], str]) -> None:
+        """Put its own words, which are not in cells, into another language: titles as its columns have them."""
+        self._say, self._heading = say, say(self._heading)
+        self._drop, self._prose = [say(title) for title in self._drop], set(map(say, self._prose))
+        self._dropped_note, self._instead = say(self._dropped_note), say(self._instead)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Columns, fewer columns, or blocks."""
@@ -65,7 +72,7 @@ class FittingTable(Table):
             left_out = [title for title in self._drop if title not in smaller._titles()]
             left_out = [title for title in left_out if title in self._titles()]
             more = f"; {self._dropped_note}" if self._dropped_note else ""
-            yield Text(f"no room for: {', '.join(left_out)}{more}", style="dim")
+            yield Text(self._say(f"no room for: {', '.join(left_out)}{more}"), style="dim")
         elif self._instead:
             yield Padding(Text(self._instead, style="dim"), (0, 0, 1, _INDENT), expand=False)
         else:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.render.terminal.fitting_table import FittingTable
-from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import ACCENT, in_language, indented, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -56,6 +57,7 @@ def _title(findings: MachineFindings) -> Text:
 
 
 def _section(title: str, table: Table) -> list[RenderableType]:
+    title = in_language(title, is_label=True)
     return [Text(f"\n{title}", style="bold cyan"), Padding(table, (0, 0, 0, 2))]
 
 

@@ -6,28 +6,27 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.text import Text
 
 from yunlu.core.secrets import clean_for_terminal, escape_for_json
-from yunlu.core.settings import terminal_columns
+from yunlu.core.settings import read_language, terminal_columns
 from yunlu.render.terminal.fitting_table import FittingTable
+from yunlu.render.terminal.line_breaks import break_lines
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import ConsoleOptions, RenderableType, RenderResult
+    from rich.console import ConsoleOptions, RenderableType
 
     from yunlu.core.value import Value
+    from yunlu.render.i18n import BilingualText
 
 
 class TerminalConsole(Console):
@@ -40,6 +39,29 @@ class TerminalConsole(Console):
         if (columns := terminal_columns()) is not None:
             options.setdefault("width", max(columns, _NARROWEST))
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+        self._is_chinese = read_language() == "zh"
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print in the user's language."""
+        if self._is_chinese:
+            objects = tuple(_in_chinese(item) for item in objects)
+        super().print(*objects, **options)
+
+    def print_verbatim(self, text: Text) -> None:
+        """Print a line of a log as it is: neither wrapped nor translated."""
+        before, self._is_chinese = self._is_chinese, False
+        try:
+            super().print(text, soft_wrap=True)
+        finally:
+            self._is_chinese = before
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render in the user's language, whoever asks: a live display, the library of the help."""
+        if self._is_chinese and not _is_translated(renderable):
+            renderable = _in_chinese(renderable, is_ours=False)
+        return super().render(renderable, options)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         text = super()._render_buffer(map(_clean, buffer))
@@ -61,6 +83,8 @@ def print_lines(console: Console, text: Text, *, hang: int | None = None) -> Non
     if not has_width(console):
         console.print(text, soft_wrap=True)
         return
+    if read_language() == "zh":  # a line alone would not be recognised
+        text = _in_chinese(text)
     for paragraph in text.split("\n", allow_blank=True):
         plain = paragraph.plain
         below = len(plain) - len(plain.lstrip()) + 2 if hang is None else hang
@@ -68,74 +92,43 @@ def print_lines(console: Console, text: Text, *, hang: int | None = None) -> Non
             console.print(line, soft_wrap=True)
 
 
-_UNIT = re.compile(r"\s*(?:(?!  | · ).)*(?:  +| · )?")
-"""What is broken only if it is longer than a line: up to two spaces, or a dot between two."""
-_WORD = re.compile(
-    r"\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\uffef]+)\s*"
-)
-"""A word and the space after it; Chinese may be broken after every character."""
-_LABEL = 18
-"""A word that is longer than a line stays on that of its label."""
-
-
-def break_lines(text: Text, width: int, *, hang: int = 0) -> list[Text]:
-    """Lines of whole words, where possible of whole figures; what is longer, such as a path, is not cut."""
-    lines: list[Text] = []
-    for paragraph in text.split("\n", allow_blank=True):
-        offsets = _find_breaks(paragraph.plain, width, hang=hang)
-        parts = list(paragraph.divide(offsets)) or [Text()]
-        for index, line in enumerate(parts):
-            line.rstrip()
-            if index < len(parts) - 1 and line.plain.endswith(" ·"):
-                line.right_crop(2)
-            if index:
-                line.pad_left(hang)
-        lines += parts
-    return lines
-
-
-def _find_breaks(plain: str, width: int, *, hang: int) -> list[int]:
-    offsets: list[int] = []
-    used = 0
-    for unit in _UNIT.finditer(plain.rstrip()):
-        is_whole = hang + cell_len(unit[0].rstrip(" ·")) <= width
-        for found in [unit] if is_whole else _WORD.finditer(plain, unit.start(), unit.end()):
-            size = cell_len(found[0].rstrip(" ·") if is_whole else found[0].rstrip())
-            is_endless = hang + size > width and used <= _LABEL
-            if used and used + size > width and not is_endless:
-                offsets.append(found.start())
-                used = hang
-            used += cell_len(found[0])
-    return offsets
-
-
-@dataclass(frozen=True, slots=True)
-class Hanging:
-    """Text whose second and later lines begin further to the right; words stay whole."""
-
-    text: Text
-    hang: int = 3
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lines that fit."""
-        lines = break_lines(self.text, options.max_width, hang=self.hang)
-        for line in lines:
-            line.overflow = "fold"  # a word that is longer than a line: nothing is cut off
-            yield line
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """As wide as its longest line."""
-        return Measurement.get(console, options, self.text)
-
-
 def print_text(text: str) -> None:
     """Print plain text on standard output."""
-    sys.stdout.write(clean_for_terminal(text) + "\n")
+    sys.stdout.write(clean_for_terminal(in_language(text)) + "\n")
 
 
 def print_note(text: str) -> None:
     """Print plain text on standard error, where standard output carries JSON only."""
-    sys.stderr.write(clean_for_terminal(text) + "\n")
+    sys.stderr.write(clean_for_terminal(in_language(text)) + "\n")
+
+
+def in_language(text: str, *, is_label: bool = False) -> str:
+    """The text in the user's language; ``is_label``: a single word is a word of ours."""
+    if read_language() != "zh":
+        return text
+    from yunlu.render.i18n.chinese import to_chinese  # noqa: PLC0415 (English needs no catalogue)
+
+    return to_chinese(text, is_label=is_label)
+
+
+def spoken(text: BilingualText) -> str:
+    """A text of the report in the user's language."""
+    return text.zh if read_language() == "zh" else text.en
+
+
+_HAN = re.compile("[一-鿿]")
+
+
+def _is_translated(block: Any) -> bool:
+    """Whether the parts of a printed block come by again, in Chinese already."""
+    text = block.plain if isinstance(block, Text) else block
+    return isinstance(text, str) and _HAN.search(text) is not None
+
+
+def _in_chinese(block: Any, *, is_ours: bool = True) -> Any:
+    from yunlu.render.terminal.translation import translate_block  # noqa: PLC0415 (as above)
+
+    return translate_block(block, is_ours=is_ours)
 
 
 def _clean(segment: Segment) -> Segment:
@@ -198,7 +191,7 @@ def title_text(name: str, about: str) -> Text:
 def state_text(state: RunState) -> Text:
     """The state with its sign and colour."""
     sign, style = STATE_STYLES[state]
-    return Text(f"{sign} {state}", style=style)
+    return Text(f"{sign} {in_language(state, is_label=True)}", style=style)
 
 
 def print_value(value: Value, *, indent: int | None = None, **extra: Any) -> None:

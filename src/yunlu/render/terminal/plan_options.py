@@ -20,7 +20,8 @@ from yunlu.core.units import (
     show_number,
 )
 from yunlu.render.terminal.event_lines import describe
-from yunlu.render.terminal.page import ACCENT, Hanging, has_width, indented, plain_table
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import ACCENT, has_width, indented, plain_table
 from yunlu.render.terminal.run_display import DisplayedProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 

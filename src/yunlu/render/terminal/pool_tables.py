@@ -12,7 +12,8 @@ from rich.text import Text
 
 from yunlu.core.units import show_count, show_duration
 from yunlu.render.terminal.fitting_table import FittingTable
-from yunlu.render.terminal.page import ACCENT, Hanging, plain_table
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import ACCENT, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

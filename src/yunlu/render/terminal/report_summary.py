@@ -17,7 +17,8 @@ from yunlu.jobs.communication import communication_lines
 from yunlu.jobs.worker_groups import name_worker
 from yunlu.render.format import show_fault, show_finding, show_metric, show_quantity
 from yunlu.render.terminal.fitting_table import FittingTable, Flowing
-from yunlu.render.terminal.page import Hanging
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import in_language, spoken
 from yunlu.runs.run_store import Document
 from yunlu.runs.states import RunState
 
@@ -79,7 +80,7 @@ def print_summary(report: Report, console: Console) -> None:
     for warning in report.warnings:
         console.print(Hanging(Text(f"  ! {warning}", "yellow"), hang=4))
     for finding in report.findings:
-        console.print(Hanging(Text(f"  · {show_finding(finding).en}"), hang=4))
+        console.print(Hanging(Text(f"  · {spoken(show_finding(finding))}"), hang=4))
     if (loss := report.curve("train_loss")) is not None:
         room = console.width - len("  loss    0.0000 → 0.0000")
         console.print(_loss_line(loss.values, width=max(8, min(_BAR_WIDTH, room))))
@@ -122,7 +123,11 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
 
 def _heading(report: Report) -> Text:
     colour = _COLOURS.get(report.state, "blue")
-    text = Text.assemble((report.name, "bold"), "  ", (report.state.value, f"bold {colour}"))
+    text = Text.assemble(
+        (report.name, "bold"),
+        "  ",
+        (in_language(report.state.value, is_label=True), f"bold {colour}"),
+    )
     if report.headline is not None:
         value = show_metric(report.headline.metric, report.headline.value)
         quoted = f"{report.headline.split} {report.headline.metric}"
@@ -143,7 +148,8 @@ def _heading(report: Report) -> Text:
 
 def _loss_line(values: Sequence[float], *, width: int) -> Text:
     span = f"  {show_number(values[0])} → {show_number(values[-1])}"
-    return Text.assemble("\n  loss  ", (sparkline(values, width), "blue"), (span, "dim"))
+    label = in_language("loss", is_label=True)
+    return Text.assemble(f"\n  {label}  ", (sparkline(values, width), "blue"), (span, "dim"))
 
 
 def _table(title: str, **fitting: Any) -> FittingTable:
@@ -232,14 +238,15 @@ def _interval(comparison: Comparison) -> str:
 
 def _time_line(totals: dict[str, float], *, width: int) -> RenderableType:
     whole = sum(totals.values())
-    text = Text("  time  ")
+    text = Text(f"  {in_language('time', is_label=True)}  ")
     bar = max(8, min(_BAR_WIDTH, width - 16))
     spent = {part: seconds for part, seconds in totals.items() if whole and seconds / whole >= 5e-4}
     for part, seconds in spent.items():
         text.append("█" * max(1, round(bar * seconds / whole)), _PARTS[part])
     items = [
         Text.assemble(
-            ("■ ", _PARTS[part]), f"{part} {show_duration(seconds)} ({seconds / whole:.0%})"
+            ("■ ", _PARTS[part]),
+            f"{in_language(part, is_label=True)} {show_duration(seconds)} ({seconds / whole:.0%})",
         )
         for part, seconds in spent.items()
     ]
@@ -277,7 +284,9 @@ def _happened_table(worker_group: WorkerGroupHistory) -> Table:
     rows: list[tuple[float, str, str, str, str, str | None]] = []
     for fault in worker_group.faults:
         step = "" if fault.step is None else f"{fault.step:,}"
-        rows.append((fault.at, step, f"{name_worker(fault)} {show_fault(fault).en}", "", "", "red"))
+        rows.append(
+            (fault.at, step, f"{name_worker(fault)} {spoken(show_fault(fault))}", "", "", "red")
+        )
     for before, change in pairwise(worker_group.changes):
         lost = "" if change.lost_s is None else show_duration(change.lost_s)
         what = f"{before.layout} → {change.layout}, {len(change.ranks)} workers"

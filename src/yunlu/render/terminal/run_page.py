@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import set_cell_size
 from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from yunlu.core.units import show_bytes, show_count, show_duration, show_number
-from yunlu.render.terminal.page import ACCENT, Hanging, indented, plain_table, state_text
+from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.page import ACCENT, in_language, indented, plain_table, state_text
 from yunlu.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -58,7 +60,10 @@ def run_page(run: RunDetails) -> RenderableType:
 
 def path_lines(paths: dict[str, str]) -> list[Text]:
     """One line for each path; not to be wrapped."""
-    return [Text.assemble((f" {name:<12}", "dim"), path) for name, path in paths.items()]
+    return [
+        Text.assemble((f" {set_cell_size(in_language(name, is_label=True), 12)}", "dim"), path)
+        for name, path in paths.items()
+    ]
 
 
 def _head(run: RunDetails) -> list[RenderableType]:
@@ -137,6 +142,7 @@ def _cell(value: Any) -> str:
 def _section(title: str, table: Table | None) -> list[RenderableType]:
     if table is None:
         return []
+    title = in_language(title, is_label=True)
     return [Text(f"\n {title}", style=f"bold {ACCENT}"), indented(table)]
 
 

@@ -28,7 +28,8 @@ from yunlu.runs.states import RunState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from yunlu.jobs.run_log import FollowedItem, Point
+    from yunlu.jobs.curve_buckets import Point
+    from yunlu.jobs.run_log import FollowedItem
     from yunlu.render.figure_values import LineStyle, Unit
 
 _MOST_POINTS = 240

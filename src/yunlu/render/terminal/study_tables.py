@@ -24,9 +24,9 @@ from yunlu.render.format import (
     show_value,
     train_command,
 )
+from yunlu.render.terminal.line_breaks import Hanging
 from yunlu.render.terminal.page import (
     ACCENT,
-    Hanging,
     TerminalConsole,
     indented,
     plain_table,

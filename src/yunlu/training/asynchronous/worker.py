@@ -138,6 +138,12 @@ class _TicketCallbacks:
     def __init__(self, engine: Engine, run: RunStore) -> None:
         self._engine, self._run = engine, run
 
+    def before_first_step(self) -> bool:
+        return False
+
+    def after_undone_step(self) -> None:
+        """No step is ended halfway: a ticket is trained or given back."""
+
     def before_step(self) -> StepRequest:
         return ""
 

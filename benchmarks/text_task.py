@@ -50,7 +50,7 @@ def main() -> int:
     """Measure in interleaved rounds, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--accuracy", type=float, default=0.6, help="the accuracy to reach (0.6)")
+    parser.add_argument("--accuracy", type=float, default=0.5, help="the accuracy to reach (0.5)")
     parser.add_argument("--json", type=Path, help="write every run here")
     parser.add_argument("--keep", type=Path, help="directory for data, logs and runs")
     asked = parser.parse_args()

@@ -6,7 +6,7 @@ Clocks, machines, prices and paths are made up; runs and studies come from the w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,17 @@ from tests.unit.jobs import test_report_builder as written
 from tests.unit.jobs.test_worker_groups import write_group_run
 from tests.unit.tuning.made_studies import make_living, make_study
 from yunlu.client.local import LocalClient
+from yunlu.core.disk_usage import DiskSize
 from yunlu.hardware.fleet import Device, Machine, PrecisionSpeed
 from yunlu.jobs.accelerator_facts import AcceleratorFacts, DriverFacts
 from yunlu.jobs.calibration import ForgottenRuns, LearntFactor, ProbeResult
+from yunlu.jobs.cleanup import (
+    CleanupPlan,
+    CleanupResult,
+    KeptRun,
+    RemovableItem,
+    SkippedItem,
+)
 from yunlu.jobs.doctor import (
     AcceleratorProblem,
     DeviceSpeeds,
@@ -30,15 +38,10 @@ from yunlu.jobs.lifecycle import WorkerResize
 from yunlu.jobs.plan_options import PlanOutcome
 from yunlu.jobs.predict_table import PredictedRow
 from yunlu.jobs.run_log import LogCursor, MetricRecord, RunUpdate
-from yunlu.jobs.run_view import (
-    JoinTarget,
-    ListedRun,
-    LogText,
-    RunDetails,
-    RunList,
-    StartedRun,
-)
+from yunlu.jobs.run_record import ListedRun, RunList
+from yunlu.jobs.run_view import JoinTarget, LogText, RunDetails, StartedRun
 from yunlu.jobs.selftest import SelftestCheck, SelftestFigures, SelftestResult
+from yunlu.jobs.space import DiskUsage, RunSpace, SpaceShare
 from yunlu.planning.machine_profile import (
     DiskFigures,
     KernelTiming,
@@ -81,6 +84,16 @@ from yunlu.tuning.facts import StudyView
 from yunlu.tuning.session import StoppedStudy, StudyList, StudyOutlook, StudyResult, StudyStart
 
 NOW = 1_790_000_600.0
+PROJECT = "/home/you/project"
+HOME, CACHE = f"{PROJECT}/.yunlu", "/home/you/.cache/yunlu"
+SIZES = (
+    ("checkpoints", 1_258_291_200, 48),
+    ("models", 104_857_600, 6),
+    ("traces", 31_457_280, 19),
+    ("made-data", 12_582_912, 680),
+    ("own-data", 5_368_709_120, 100_000),
+    ("run", 734_003_200, 214),
+)
 RUN = "python-docs-20260921-a1b2"
 PLAN = Path(__file__).with_name("plan.json")
 REASONS = {
@@ -425,6 +438,57 @@ class CannedClient(LocalClient):
         return StudyOutlook(
             study="digits-search", dimensions=6, rungs=9, devices=4, forecast=forecast
         )
+
+    def disk_usage(self) -> DiskUsage:
+        sizes = {name: DiskSize(bytes=size, files=files) for name, size, files in SIZES}
+        run = RunSpace(
+            id="python-docs-a1b2c3", state=RunState.FINISHED, updated_at=NOW - 3 * 86_400,
+            checkpoints=DiskSize(bytes=629_145_600, files=24), model=sizes["models"], size=sizes["run"],
+        )  # fmt: skip
+        broken = RunSpace(
+            id="reviews-d4e5f6", checkpoints=DiskSize(), model=DiskSize(), size=sizes["traces"]
+        )
+        shares = {
+            "checkpoints": HOME, "models": HOME, "traces": HOME, "made-data": CACHE,
+            "own-data": f"{PROJECT}/docs/a folder with a long name/of text files",
+        }  # fmt: skip
+        return DiskUsage(
+            home=HOME, cache=CACHE, runs=(run, broken),
+            shares=tuple(
+                SpaceShare.model_validate({"kind": kind, "path": path, "size": sizes[kind]})
+                for kind, path in shares.items()
+            ),
+        )  # fmt: skip
+
+    def plan_removal(self, runs: Sequence[str]) -> CleanupPlan:
+        item = RemovableItem(
+            kind="run", path=f"{HOME}/python-docs-a1b2c3", run="python-docs-a1b2c3", reason="asked",
+            size=DiskSize(bytes=734_003_200, files=214), used_at=NOW - 3 * 86_400,
+        )  # fmt: skip
+        return CleanupPlan(home=HOME, items=(item,), last_models=("python-docs",))
+
+    def plan_prune(self, *, older: str = "30d", keep_best: bool = False) -> CleanupPlan:
+        size = DiskSize(bytes=104_857_600, files=12)
+        checkpoint = RemovableItem(
+            kind="checkpoint", path=f"{HOME}/python-docs-a1b2c3/checkpoints/step-000000400",
+            run="python-docs-a1b2c3", reason="superseded", size=size, used_at=NOW - 40 * 86_400,
+        )  # fmt: skip
+        failed = RemovableItem(
+            kind="run", path=f"{HOME}/reviews-d4e5f6", run="reviews-d4e5f6", reason="failed",
+            size=size, used_at=NOW - 90 * 86_400,
+        )  # fmt: skip
+        made = RemovableItem(
+            kind="cache", path=f"{CACHE}/synthetic/spoken-digits", reason="unused", size=size,
+            used_at=NOW - 60 * 86_400,
+        )  # fmt: skip
+        kept = KeptRun(run="digits-0f0f0f", reason="used", by="digits-1a1a1a")
+        return CleanupPlan(home=HOME, items=(checkpoint, failed, made), kept=(kept,))
+
+    def clean_up(self, plan: CleanupPlan) -> CleanupResult:
+        skipped = SkippedItem(
+            path=f"{HOME}/digits-0f0f0f", problem="digits-0f0f0f has ended, but its worker has not"
+        )
+        return CleanupResult(removed=plan.items, skipped=(skipped,))
 
     def doctor(self) -> MachineFindings:
         gib = 1 << 30

@@ -94,6 +94,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "study stop": ("study", "stop"),
     "study stop idle": ("study", "stop", "idle"),
     "stop": ("stop", "last"),
+    "du": ("du",),
+    "rm": ("rm", "last", "--yes"),
+    "prune": ("prune", "--older", "30d", "--keep-best", "--dry-run"),
     "report": ("report",),
     "report failed": ("report", "failed"),
     "report group": ("report", "group"),
@@ -125,7 +128,7 @@ NESTED = {
 }
 WITHOUT_OUTPUT = {"schema", "catalog update", "pool simulate", "pool spot", "study list"}
 """Commands of which only the help is kept: JSON, long replays of files, and what another name shows."""
-ENDING_WITH_ONE = {"plan problems", "plan rehearse", "selftest"}
+ENDING_WITH_ONE = {"plan problems", "plan rehearse", "rm", "selftest"}
 """Commands whose answer is bad news."""
 
 

@@ -10,14 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from yunlu.render.terminal.fitting_table import FittingTable
-from yunlu.render.terminal.page import (
-    Hanging,
-    TerminalConsole,
-    break_lines,
-    make_console,
-    plain_table,
-    print_lines,
-)
+from yunlu.render.terminal.line_breaks import Hanging, break_lines
+from yunlu.render.terminal.page import TerminalConsole, make_console, plain_table, print_lines
 
 
 def shown(block: RenderableType, width: int) -> list[str]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes
 from yunlu.render.i18n import say
+from yunlu.render.terminal.line_breaks import Hanging
 from yunlu.render.terminal.page import indented, plain_table, state_text
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def question(plan: CleanupPlan) -> str:
 def result_page(result: CleanupResult) -> RenderableType:
     """What went, and what stayed after all."""
     sizes = {"count": len(result.removed), "size": show_bytes(result.size.bytes)}
-    lines = [Text(f" {say('cleanup.removed', **sizes)}")]
+    lines: list[RenderableType] = [Text(f" {say('cleanup.removed', **sizes)}")]
     lines += [
-        Text(f" {say('cleanup.skipped', path=item.path, problem=item.problem)}", style="yellow")
+        Hanging(Text(f" {say('cleanup.skipped', path=item.path, problem=item.problem)}", "yellow"))
         for item in result.skipped
     ]
     return Group(*lines)

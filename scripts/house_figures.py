@@ -91,20 +91,30 @@ def count_class_names(trees: dict[Path, ast.Module]) -> dict[str, object]:
 
 def count_private_words(trees: dict[Path, ast.Module]) -> dict[str, object]:
     """Locals, parameters and functions whose names say nothing to a reader from the field."""
-    local_names: Counter[str] = Counter()
-    functions = 0
-    for tree in trees.values():
+    local_names, functions = find_private_words(trees)
+    return {
+        "locals called told, asked, each, ...": len(local_names),
+        "functions called tell_, settle, look, ...": len(functions),
+    }
+
+
+def find_private_words(trees: dict[Path, ast.Module]) -> tuple[list[str], list[str]]:
+    """Where they stand, as ``path:line: name``: locals and parameters, then functions."""
+    local_names: list[str] = []
+    functions: list[str] = []
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                local_names[node.id] += node.id in PRIVATE_LOCALS
+                if node.id in PRIVATE_LOCALS:
+                    local_names.append(f"{path}:{node.lineno}: {node.id}")
             elif isinstance(node, ast.arg):
-                local_names[node.arg] += node.arg in PRIVATE_LOCALS
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions += node.name.lstrip("_").startswith(PRIVATE_VERBS)
-    return {
-        "locals called told, asked, each, ...": sum(local_names.values()),
-        "functions called tell_, settle, look, ...": functions,
-    }
+                if node.arg in PRIVATE_LOCALS:
+                    local_names.append(f"{path}:{node.lineno}: {node.arg}")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip(
+                "_"
+            ).startswith(PRIVATE_VERBS):
+                functions.append(f"{path}:{node.lineno}: {node.name}")
+    return local_names, functions
 
 
 def count_cli_imports(trees: dict[Path, ast.Module], source: Path) -> dict[str, object]:

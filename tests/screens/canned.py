@@ -482,7 +482,7 @@ class CannedClient(LocalClient):
             used_at=NOW - 60 * 86_400,
         )  # fmt: skip
         kept = KeptRun(run="digits-0f0f0f", reason="used", by="digits-1a1a1a")
-        return CleanupPlan(home=HOME, items=(checkpoint, failed, made), kept=(kept,))
+        return CleanupPlan(home=HOME, items=(checkpoint, failed, made), retained=(kept,))
 
     def clean_up(self, plan: CleanupPlan) -> CleanupResult:
         skipped = SkippedItem(

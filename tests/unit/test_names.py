@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from scripts.house_figures import find_private_words
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "yunlu"
@@ -24,14 +25,38 @@ TEST_WORDS = {"rig", "rigs"}
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_a_class_name_is_used_once() -> None:
+@pytest.fixture(scope="module")
+def source_trees() -> dict[Path, ast.Module]:
+    return {
+        path.relative_to(SOURCE): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
+
+
+def test_a_class_name_is_used_once(source_trees: dict[Path, ast.Module]) -> None:
     homes: defaultdict[str, list[str]] = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in source_trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                homes[node.name].append(str(path.relative_to(SOURCE)))
+                homes[node.name].append(str(path))
     repeated = {name: paths for name, paths in homes.items() if len(paths) > 1}
     assert repeated.keys() == SHARED_CLASS_NAMES.keys(), repeated
+
+
+def test_locals_and_functions_have_names_of_the_field(
+    source_trees: dict[Path, ast.Module],
+) -> None:
+    """``found`` and ``_settle`` do not say what a variable holds or a function does."""
+    local_names, functions = find_private_words(source_trees)
+    assert not local_names
+    assert not functions
+
+
+def test_private_words_are_found_where_they_stand() -> None:
+    source = "def _settle(kept):\n    found = [each for each in kept]\n    word.found = found\n"
+    local_names, functions = find_private_words({Path("a.py"): ast.parse(source)})
+    assert sorted(local_names) == ["a.py:1: kept", "a.py:2: each", "a.py:2: found"]
+    assert functions == ["a.py:1: _settle"]
 
 
 @pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))

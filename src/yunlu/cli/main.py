@@ -135,8 +135,8 @@ def build_app() -> App:
     for order, (title, verbs) in enumerate(VERBS.items()):
         group = Group(title, sort_key=order)
         for position, (verb, about) in enumerate(verbs.items()):
-            place = f"yunlu.cli.{_FILES.get(verb, verb)}:{verb}"
-            app.command(place, name=verb, help=about, group=group, sort_key=position)
+            import_path = f"yunlu.cli.{_FILES.get(verb, verb)}:{verb}"
+            app.command(import_path, name=verb, help=about, group=group, sort_key=position)
     app.command(
         "yunlu.cli.completion:install_completion",
         name="--install-completion",

@@ -62,10 +62,10 @@ def open_regular(
         if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}:
             raise _irregular(path, os.lstat(path).st_mode, "a regular file") from error
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise _irregular(path, found.st_mode, "a regular file")
+        raise _irregular(path, status.st_mode, "a regular file")
     return descriptor
 
 
@@ -360,21 +360,21 @@ def name_if_foreign(uid: int) -> str | None:
 
 def require_private(path: Path) -> None:
     """Refuse a file or directory that another user owns, or that others can write."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         raise StoreError(
             f"{path} is a symbolic link, so what it says is not followed",
             hint="put the file or directory itself there",
         )
-    owner = name_if_foreign(found.st_uid)
+    owner = name_if_foreign(status.st_uid)
     if owner is not None:
         raise StoreError(
             f"{path} belongs to {owner}, so what it says is not followed",
             hint=f"do this as {owner}; if the file is yours: export YUNLU_TRUSTED_USERS={owner}",
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreError(
-            f"others can write {path} (mode {stat.S_IMODE(found.st_mode):o}), "
+            f"others can write {path} (mode {stat.S_IMODE(status.st_mode):o}), "
             "so what it says is not followed",
             hint=f"if its content is yours: chmod go-w {path}",
         )

@@ -101,7 +101,7 @@ def receive_frame(link: SecureLink, reader: FrameReader) -> Frame:
 class FrameReader:
     """Parses frames from any source that fills a buffer, however they are cut, within limits.
 
-    ``place`` refuses a header, or says where the body belongs; by default in memory of its own.
+    ``allocate`` refuses a header, or returns the memory for the body; by default memory of its own.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class FrameReader:
         *,
         control_bytes: int = CONTROL_BYTES,
         body_bytes: int = 0,
-        place: Callable[[Header], memoryview] | None = None,
+        allocate: Callable[[Header], memoryview] | None = None,
     ) -> None:
-        self.control_bytes, self.body_bytes, self._place = control_bytes, body_bytes, place
+        self.control_bytes, self.body_bytes, self._allocate = control_bytes, body_bytes, allocate
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._header: Header | None = None
         self._control = self._body = _EMPTY
@@ -159,7 +159,7 @@ class FrameReader:
 
     def _open(self, header: Header) -> None:
         if header.control_bytes > self.control_bytes or (
-            self._place is None and header.body_bytes > self.body_bytes
+            self._allocate is None and header.body_bytes > self.body_bytes
         ):
             raise FrameError(
                 f"received a frame of {header.control_bytes} and {header.body_bytes} bytes,"
@@ -167,7 +167,9 @@ class FrameReader:
             )
         # The body has memory of its own: there it is aligned, so that values can be read in place.
         self._body = (
-            memoryview(bytearray(header.body_bytes)) if self._place is None else self._place(header)
+            memoryview(bytearray(header.body_bytes))
+            if self._allocate is None
+            else self._allocate(header)
         )
         if self.control_bytes:
             self._control = memoryview(bytearray(header.control_bytes))

@@ -58,9 +58,9 @@ def mask_job_text(text: str) -> str:
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Whether a value of this name is a secret wherever it stands: ``password``, ``aws_secret_access_key``."""
-    words = _words(name)
-    joined = "_".join(words)
-    return not _SECRET_WORDS.isdisjoint(words) or any(part in joined for part in _SECRET_PARTS)
+    name_parts = _words(name)
+    joined = "_".join(name_parts)
+    return not _SECRET_WORDS.isdisjoint(name_parts) or any(part in joined for part in _SECRET_PARTS)
 
 
 @lru_cache(maxsize=4096)
@@ -69,15 +69,19 @@ def is_secret_option(name: str) -> bool:
 
     Names such as ``key``, ``token`` and ``auth`` mean something else in other places.
     """
-    words = _words(name)
-    return is_secret_name(name) or bool(words and words[-1] in _OPTION_WORDS) or "sasl" in words
+    name_parts = _words(name)
+    return (
+        is_secret_name(name)
+        or bool(name_parts and name_parts[-1] in _OPTION_WORDS)
+        or "sasl" in name_parts
+    )
 
 
 def find_secret(text: str) -> str | None:
     """What kind of secret the text shows, such as ``a password in a URL``; None where there is none."""
     for pattern in _PATTERNS:
         if pattern.kind and any(
-            pattern.replace(found) != found[0] for found in pattern.expression.finditer(text)
+            pattern.replace(match) != match[0] for match in pattern.expression.finditer(text)
         ):
             return pattern.kind
     return None
@@ -175,7 +179,7 @@ def _secret_variables(variables: Iterable[tuple[str, str]]) -> Iterator[tuple[st
         elif _names_secret(name):
             values = [text]
         elif "://" in text:
-            values = [found["password"] for found in _URL_PASSWORD.finditer(text)]
+            values = [match["password"] for match in _URL_PASSWORD.finditer(text)]
         else:
             continue
         for value in values:
@@ -195,10 +199,10 @@ def _is_path(value: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_secret(name: str) -> bool:
-    words = _words(name)
-    if name in {"PWD", "OLDPWD"} or not words:
+    name_parts = _words(name)
+    if name in {"PWD", "OLDPWD"} or not name_parts:
         return False
-    return is_secret_name(name) or words[-1] in _VARIABLE_WORDS
+    return is_secret_name(name) or name_parts[-1] in _VARIABLE_WORDS
 
 
 def _values_of_json(name: str, text: str) -> list[str]:
@@ -234,16 +238,16 @@ class _Pattern:
     kind: str | None = None
     """What it is, for jobs that are refused because of it; None where the form alone proves nothing."""
 
-    def replace(self, found: re.Match[str]) -> str:
-        groups = found.groupdict()
-        if not _is_meant(found):
-            return found[0]
+    def replace(self, match: re.Match[str]) -> str:
+        groups = match.groupdict()
+        if not _is_meant(match):
+            return match[0]
         return f"{groups.get('before') or ''}{MASK}{groups.get('after') or ''}"
 
 
-def _is_meant(found: re.Match[str]) -> bool:
+def _is_meant(match: re.Match[str]) -> bool:
     """What an expression cannot say: schemes in which ``a@b`` is no user, names that are no secret's."""
-    groups = found.groupdict()
+    groups = match.groupdict()
     value = groups.get("value")
     if value is None:
         return True
@@ -391,8 +395,8 @@ _YAML_LINE = re.compile(
 )
 
 
-def _mask_yaml_line(found: re.Match[str]) -> str:
-    return f"{found['before']}{MASK}" if is_secret_name(found["name"]) else found[0]
+def _mask_yaml_line(match: re.Match[str]) -> str:
+    return f"{match['before']}{MASK}" if is_secret_name(match["name"]) else match[0]
 
 
 def make_process_private() -> None:

@@ -236,9 +236,9 @@ class RayLink:
             hint="ray status, run there, says whether it is up",
         )
 
-    def _no_token(self, said: str) -> ExecutorError:
+    def _no_token(self, message: str) -> ExecutorError:
         return ExecutorError(
-            f"the Ray cluster at {self.address} wants a token and did not get the right one: {said}",
+            f"the Ray cluster at {self.address} wants a token and did not get the right one: {message}",
             hint="`ray get-auth-token`, run on its head node, prints it; set RAY_AUTH_TOKEN to it here "
             "(or RAY_AUTH_TOKEN_PATH to a file with it, or RAY_AUTH_MODE=token to use ~/.ray/auth_token)",
         )

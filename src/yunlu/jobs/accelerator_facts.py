@@ -211,8 +211,8 @@ def _read_version(maker: _Maker, root: Path) -> str | None:
     if maker.version is None:
         return None
     file, pattern = maker.version
-    found = re.search(pattern, _read(root / file))
-    return found[1] if found else None
+    match = re.search(pattern, _read(root / file))
+    return match[1] if match else None
 
 
 def _read_ascend(environment: Mapping[str, str], root: Path) -> AscendFacts:
@@ -228,16 +228,16 @@ def _read_ascend(environment: Mapping[str, str], root: Path) -> AscendFacts:
 
 def _read_cann(home: Path) -> str | None:
     for file in sorted(home.glob("*/ascend_*_install.info")):
-        if found := re.search(r"(?m)^version=(\S+)", _read(file)):
-            return found[1]
+        if match := re.search(r"(?m)^version=(\S+)", _read(file)):
+            return match[1]
     return None
 
 
 def _needed_torch(requirements: Iterable[str]) -> str | None:
     """``2.13.0`` of ``torch==2.13.0.*``."""
     for requirement in requirements:
-        if found := re.match(r"torch\s*==\s*([\d.]*\d)", requirement):
-            return found[1]
+        if match := re.match(r"torch\s*==\s*([\d.]*\d)", requirement):
+            return match[1]
     return None
 
 

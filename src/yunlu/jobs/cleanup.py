@@ -86,7 +86,7 @@ class CleanupPlan(Value):
 
     home: str
     items: tuple[RemovableItem, ...] = ()
-    kept: tuple[KeptRun, ...] = ()
+    retained: tuple[KeptRun, ...] = ()
     last_models: tuple[str, ...] = ()
     """Names of jobs whose only trained model is among the runs."""
 
@@ -203,20 +203,20 @@ def plan_prune(
         for record in scan.records
         if record.name in failed and _holds_model(open_run(home / record.id), record)
     }
-    meter, items, kept = DiskMeter(), list[RemovableItem](), list[KeptRun]()
+    meter, items, retained = DiskMeter(), list[RemovableItem](), list[KeptRun]()
     for record in old:
         run = open_run(home / record.id)
         try:
             contents = load_contents(run, record, meter)
-            found = choose(contents, keep_best=keep_best, is_model_known=record.name in named)
-            hold = _find_hold(run, record, uses, find_hold) if found else None
+            removable = choose(contents, keep_best=keep_best, is_model_known=record.name in named)
+            hold = _find_hold(run, record, uses, find_hold) if removable else None
         except UNREADABLE as error:
-            kept.append(KeptRun(run=record.id, reason="unreadable", by=describe_problem(error)))
+            retained.append(KeptRun(run=record.id, reason="unreadable", by=describe_problem(error)))
             continue
         if hold is None:
-            items += found
+            items += removable
         else:
-            kept.append(KeptRun(run=record.id, reason=hold.reason, by=hold.by))
+            retained.append(KeptRun(run=record.id, reason=hold.reason, by=hold.by))
     taken = {item.run for item in items if item.kind == "run"}
     items += _leftovers(home, scan.records, taken, meter)
     active = [open_run(home / record.id) for record in scan.records if record.state.is_active]
@@ -224,7 +224,7 @@ def plan_prune(
     problems = (
         KeptRun(run=name, reason="unreadable", by=text) for name, text in scan.problems.items()
     )
-    return CleanupPlan(home=str(home), items=tuple(items), kept=(*kept, *problems))
+    return CleanupPlan(home=str(home), items=tuple(items), retained=(*retained, *problems))
 
 
 def choose(contents: RunContents, *, keep_best: bool, is_model_known: bool) -> list[RemovableItem]:
@@ -469,14 +469,14 @@ def _leftovers(
     home: Path, records: Sequence[RunRecord], taken: set[str], meter: DiskMeter
 ) -> Iterator[RemovableItem]:
     """What killed processes left half-written or half-deleted: hidden names, of any age."""
-    found = [("", path) for path in (*find_set_aside(home), *find_stale(home))]
+    leftovers = [("", path) for path in (*find_set_aside(home), *find_stale(home))]
     for record in records:
         run = open_run(home / record.id)
         if record.state.is_active or record.id in taken or run.foreign_owner is not None:
             continue
         if isinstance(run, LocalRunStore):
-            found += [(record.id, path) for path in _hidden_in(run)]
-    for run_id, path in found:
+            leftovers += [(record.id, path) for path in _hidden_in(run)]
+    for run_id, path in leftovers:
         with suppress(OSError):
             if not _is_own(path):
                 continue

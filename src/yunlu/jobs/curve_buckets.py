@@ -81,8 +81,8 @@ class CurveBuckets:
         edges = [round(i * len(points) / groups) for i in range(groups + 1)]
         retained: dict[int, Point] = {0: self._first, self.count - 1: self._last}
         for start, end in pairwise(edges):
-            for place, step, value in _outstanding(points[start:end]):
-                retained[int(place)] = int(step), float(value)
+            for position, step, value in _outstanding(points[start:end]):
+                retained[int(position)] = int(step), float(value)
         return [point for _, point in sorted(retained.items())]
 
     def smoothed(self) -> list[Point]:
@@ -113,7 +113,7 @@ def _summarise(points: FloatArray) -> tuple[FloatArray, FloatArray]:
     buckets, width = points.shape[:2]
     values = points[:, :, _VALUE]
     is_finite = np.isfinite(values)
-    found = np.full((buckets, 3, 3), -1.0)
+    extremes = np.full((buckets, 3, 3), -1.0)
     rows = np.arange(buckets)
     for kind, key, mask in (
         (_LOW, np.where(is_finite, values, np.inf), is_finite),
@@ -121,7 +121,7 @@ def _summarise(points: FloatArray) -> tuple[FloatArray, FloatArray]:
         (_BROKEN, is_finite.astype(np.float64), ~is_finite),
     ):
         has = mask.any(axis=1)
-        found[has, kind] = points[rows[has], key[has].argmin(axis=1)]
+        extremes[has, kind] = points[rows[has], key[has].argmin(axis=1)]
     sums = np.column_stack(
         (
             np.where(is_finite, values, 0.0).sum(axis=1),
@@ -129,7 +129,7 @@ def _summarise(points: FloatArray) -> tuple[FloatArray, FloatArray]:
             points[:, width // 2, _STEP],
         )
     )
-    return found, sums
+    return extremes, sums
 
 
 def _merge(pairs: FloatArray) -> FloatArray:
@@ -146,13 +146,13 @@ def _merge(pairs: FloatArray) -> FloatArray:
 
 def _outstanding(buckets: FloatArray) -> FloatArray:
     """Lowest, highest and first not finite point of some buckets together."""
-    found: list[FloatArray] = []
+    extremes: list[FloatArray] = []
     for kind, sign, column in ((_LOW, 1, _VALUE), (_HIGH, -1, _VALUE), (_BROKEN, 1, _PLACE)):
         points = buckets[:, kind]
         points = points[points[:, _PLACE] >= 0]
         if len(points):
-            found.append(points[(sign * points[:, column]).argmin()])
-    return np.array(found).reshape(-1, 3)
+            extremes.append(points[(sign * points[:, column]).argmin()])
+    return np.array(extremes).reshape(-1, 3)
 
 
 def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:

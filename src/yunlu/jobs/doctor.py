@@ -195,16 +195,16 @@ def find_accelerator_problems(facts: AcceleratorFacts) -> Iterator[AcceleratorPr
     for driver in facts.drivers:
         if facts.seen and facts.seen_kind != driver.kind:
             continue  # torch drives one kind at a time, and here another one
-        found = [
+        problems = [
             *_driver_problems(driver),
             *_hidden(driver, facts),
             *_missing_software(driver, facts),
         ]
-        if not found and facts.builds is not None and facts.seen < driver.visible:
+        if not problems and facts.builds is not None and facts.seen < driver.visible:
             cause = "The driver may be too old for this build of torch, or a device broken"
             cure = f"{cause}: {_STATUS_PROGRAMS[driver.maker]} tells."
-            found.append((f"torch can use {facts.seen} of {driver.visible}.", cure))
-        for problem, advice in found:
+            problems.append((f"torch can use {facts.seen} of {driver.visible}.", cure))
+        for problem, advice in problems:
             yield AcceleratorProblem(title=driver.title, problem=problem, advice=advice)
 
 

@@ -67,14 +67,14 @@ def read_run_log(run: RunStore) -> RunLog:
     """Read the events, and look once at all steps."""
     view, last_at = read_view(run), dict[int, float]()
 
-    def look(batch: StepBatch) -> None:
+    def track_latest(batch: StepBatch) -> None:
         has_time = batch.has("at")
         attempts = batch.get("attempt", 1.0)[has_time]
         for number in np.unique(attempts[np.isfinite(attempts)]):
             newest = float(batch.get("at")[has_time][attempts == number].max())
             last_at[int(number)] = max(last_at.get(int(number), 0.0), newest)
 
-    steps = LatestSteps(run, look=look)
+    steps = LatestSteps(run, look=track_latest)
     attempts = [
         AttemptSpan(
             number=attempt.number,

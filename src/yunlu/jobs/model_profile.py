@@ -219,8 +219,8 @@ def ask_training(
     try:
         answer: dict[str, Any] = decode_json(output)
     except ValueError as error:
-        said = errors.decode(errors="replace").strip().splitlines()
-        text = "\n".join(said[-_WORDS_SHOWN:]) or "it printed nothing"
+        error_lines = errors.decode(errors="replace").strip().splitlines()
+        text = "\n".join(error_lines[-_WORDS_SHOWN:]) or "it printed nothing"
         raise TrainingError(
             f"the model could not be measured (exit code {child.returncode}):\n{text}",
             hint="yunlu validate JOB checks the job; yunlu doctor checks the installation",

@@ -376,18 +376,18 @@ class _SelftestSession:
 
     def _compare(self, check: PlannedCheck, training: _Training) -> dict[str, Any]:
         reference = self._reference(check.task)
-        found = compare_losses(training.losses, reference.losses, steps=COMPARED_STEPS)
+        difference = compare_losses(training.losses, reference.losses, steps=COMPARED_STEPS)
         allowed = tolerance_of(check.precision)
         base = "the CPU's" if self.kind != "cpu" else "one worker's"
-        if not found.relative <= allowed:
+        if not difference.relative <= allowed:
             raise _FailedError(
-                f"step {found.step}: loss {found.loss:.6g}, {base} {found.expected:.6g} "
-                f"({_percent(found.relative)} off, {_percent(allowed)} allowed)",
+                f"step {difference.step}: loss {difference.loss:.6g}, {base} {difference.expected:.6g} "
+                f"({_percent(difference.relative)} off, {_percent(allowed)} allowed)",
                 self._log(training.run),
             )
-        off = _percent(found.relative)
-        detail = f"losses within {off} of {base}" if found.relative else f"losses equal {base}"
-        return {"detail": detail, "difference": found.relative, "figures": training.figures}
+        off = _percent(difference.relative)
+        detail = f"losses within {off} of {base}" if difference.relative else f"losses equal {base}"
+        return {"detail": detail, "difference": difference.relative, "figures": training.figures}
 
     def _check_disturbed(
         self, check: PlannedCheck, disturb: Callable[[PlannedCheck, int], _Training]
@@ -404,10 +404,10 @@ class _SelftestSession:
         if (gap := find_gap(training.losses, steps)) is not None:
             raise _FailedError(f"step {gap} is missing or not finite", self._log(training.run))
         if any(set(losses) != {whole.losses[step]} for step, losses in training.every.items()):
-            found = compare_losses(training.losses, whole.losses)
+            difference = compare_losses(training.losses, whole.losses)
             raise _FailedError(
-                f"not bit-equal to the undisturbed run: step {found.step}, loss {found.loss!r} "
-                f"instead of {found.expected!r}",
+                f"not bit-equal to the undisturbed run: step {difference.step}, loss {difference.loss!r} "
+                f"instead of {difference.expected!r}",
                 self._log(training.run),
             )
         return {"detail": f"all {steps} losses bit-equal to the undisturbed run", "difference": 0.0}
@@ -426,18 +426,18 @@ class _SelftestSession:
         if uneven:
             raise _FailedError(f"step {uneven[0]} gave another loss after the recovery", log)
         known = {step: loss for step, loss in whole.losses.items() if step not in missing}
-        found, allowed = compare_losses(training.losses, known), tolerance_of("fp32")
-        if not found.relative <= allowed:
+        difference, allowed = compare_losses(training.losses, known), tolerance_of("fp32")
+        if not difference.relative <= allowed:
             raise _FailedError(
-                f"step {found.step}: loss {found.loss:.6g}, undisturbed {found.expected:.6g} "
-                f"({_percent(found.relative)} off, {_percent(allowed)} allowed)",
+                f"step {difference.step}: loss {difference.loss:.6g}, undisturbed {difference.expected:.6g} "
+                f"({_percent(difference.relative)} off, {_percent(allowed)} allowed)",
                 log,
             )
         redone = sum(len(losses) - 1 for losses in training.every.values())
         lost = f", no record of step {missing[0]}" if missing else ""
         text = f"recovered as {details.layout}, {redone} steps redone{lost}; "
-        text += f"losses within {_percent(found.relative)} of the undisturbed run"
-        return {"detail": text, "difference": found.relative}
+        text += f"losses within {_percent(difference.relative)} of the undisturbed run"
+        return {"detail": text, "difference": difference.relative}
 
     def _stop_and_resume(self, check: PlannedCheck, steps: int) -> _Training:
         self._whole(steps)

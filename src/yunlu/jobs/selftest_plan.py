@@ -164,8 +164,8 @@ def _samples(task: SampleTask, folder: Path) -> tuple[str, dict[str, Any], dict[
 
 def make_text() -> str:
     """The same words in the same order on every machine."""
-    draw, words = random.Random(0), _WORDS.split()  # noqa: S311 - not a secret
-    return "\n".join(" ".join(draw.choice(words) for _ in range(12)) for _ in range(400))
+    draw, vocabulary = random.Random(0), _WORDS.split()  # noqa: S311 - not a secret
+    return "\n".join(" ".join(draw.choice(vocabulary) for _ in range(12)) for _ in range(400))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +189,10 @@ def compare_losses(
 ) -> LossDifference:
     """The largest difference over the steps that both have; a step that is missing is a NaN."""
     wanted = sorted(expected)[:steps]
-    found = [LossDifference(step, losses.get(step, math.nan), expected[step]) for step in wanted]
-    return max(found, key=lambda item: item.relative)
+    differences = [
+        LossDifference(step, losses.get(step, math.nan), expected[step]) for step in wanted
+    ]
+    return max(differences, key=lambda item: item.relative)
 
 
 def tolerance_of(precision: str) -> float:

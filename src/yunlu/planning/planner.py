@@ -414,11 +414,11 @@ def _choose_warmup(job: Job, steps: int, steps_per_epoch: int, batch: int) -> tu
             base_batch=optimizer.base_batch,
             rule=optimizer.scaling,
         )
-    asked = round(warmup * steps) if warmup < 1 else round(warmup)
-    if asked <= steps:
-        return asked, ""
+    requested = round(warmup * steps) if warmup < 1 else round(warmup)
+    if requested <= steps:
+        return requested, ""
     return steps, (
-        f"{asked} steps were asked for, but the run has only {steps}: the learning rate rises to the "
+        f"{requested} steps were asked for, but the run has only {steps}: the learning rate rises to the "
         "last one. Shorten the warm-up (0.1 is a tenth of the run), or train longer"
     )
 

@@ -173,7 +173,7 @@ class _FlatTable:
     message: bytes
     at: int
 
-    def place(self, index: int) -> int | None:
+    def field_offset(self, index: int) -> int | None:
         """Where a field stands."""
         layout = self.at - _unpack("<i", self.message, self.at)
         if 4 + 2 * index >= _unpack("<H", self.message, layout):
@@ -183,15 +183,15 @@ class _FlatTable:
 
     def number(self, index: int, form: str) -> int:
         """A number; 0 where it is left out."""
-        place = self.place(index)
-        return 0 if place is None else _unpack(form, self.message, place)
+        offset = self.field_offset(index)
+        return 0 if offset is None else _unpack(form, self.message, offset)
 
     def target(self, index: int) -> int:
         """Where the table, text or vector begins that a field refers to."""
-        place = self.place(index)
-        if place is None:
+        offset = self.field_offset(index)
+        if offset is None:
             raise IndexError("a field is missing")
-        return place + _unpack("<I", self.message, place)
+        return offset + _unpack("<I", self.message, offset)
 
     def table(self, index: int) -> _FlatTable:
         """A table inside this one."""
@@ -201,8 +201,8 @@ class _FlatTable:
         """A vector of tables."""
         start = self.target(index)
         for number in range(min(_unpack("<I", self.message, start), _MOST_COLUMNS)):
-            place = start + 4 + 4 * number
-            yield _FlatTable(self.message, place + _unpack("<I", self.message, place))
+            offset = start + 4 + 4 * number
+            yield _FlatTable(self.message, offset + _unpack("<I", self.message, offset))
 
     def text(self, index: int) -> str:
         """A text."""
@@ -230,7 +230,7 @@ def _decode(data: bytes) -> tuple[int, dict[str, SegmentColumn]]:
     batch = records.table(2)
     length = batch.number(0, "<q")
     buffers = batch.pairs(2)
-    codec = None if batch.place(3) is None else batch.table(3).number(0, "<b")
+    codec = None if batch.field_offset(3) is None else batch.table(3).number(0, "<b")
     if not 0 <= length <= _MOST_ROWS or codec not in {None, _ZSTD}:
         raise IndexError("it has too many records, or is packed in another way")
     columns: dict[str, SegmentColumn] = {}
@@ -239,8 +239,8 @@ def _decode(data: bytes) -> tuple[int, dict[str, SegmentColumn]]:
         form, per_unit = _format_of(field)
         size = struct.calcsize(form)
         validity, values = (
-            _read_buffer(data, body, place, most=most, is_packed=codec is not None)
-            for place, most in zip(
+            _read_buffer(data, body, extent, most=most, is_packed=codec is not None)
+            for extent, most in zip(
                 buffers[2 * index : 2 * index + 2],
                 (length // 8 + 64, length * size + 64),
                 strict=True,
@@ -278,10 +278,10 @@ def _format_of(field: _FlatTable) -> tuple[Literal["q", "d", "f"], int]:
 
 
 def _read_buffer(
-    data: bytes, body: int, place: tuple[int, int], *, most: int, is_packed: bool
+    data: bytes, body: int, extent: tuple[int, int], *, most: int, is_packed: bool
 ) -> bytes:
     """A buffer, unpacked to at most so many bytes."""
-    offset, length = place
+    offset, length = extent
     if min(offset, length) < 0 or body + offset + length > len(data):
         raise IndexError("a buffer leads out of the file")
     content = data[body + offset : body + offset + length]

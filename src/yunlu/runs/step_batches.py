@@ -99,7 +99,9 @@ def find_number(value: object) -> float | None:
 def numbers(data: Any) -> dict[str, float]:
     """The named numbers of a mapping; what is not a number is left out."""
     named = data.items() if isinstance(data, dict) else ()
-    return {str(name): found for name, value in named if (found := find_number(value)) is not None}
+    return {
+        str(name): number for name, value in named if (number := find_number(value)) is not None
+    }
 
 
 def to_batch(records: Sequence[Mapping[str, float]]) -> StepBatch:

@@ -23,10 +23,10 @@ class ValueSample:
         """Take in the next values."""
         first = -self._seen % self._stride
         self._seen += len(values)
-        kept = values[first :: self._stride].copy()
-        if len(kept):
-            self._parts.append(kept)
-            self._size += len(kept)
+        sample = values[first :: self._stride].copy()
+        if len(sample):
+            self._parts.append(sample)
+            self._size += len(sample)
         while self._size > self._capacity:
             whole = np.concatenate(self._parts)[::2]
             self._parts, self._size = [whole.copy()], len(whole)

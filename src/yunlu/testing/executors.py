@@ -89,8 +89,8 @@ class ExecutorSetup:
 
 def submit(directory: Path, *, steps: int = FOR_EVER) -> RunStore:
     """A pending run, submitted from a directory with its data."""
-    words = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
-    lines = [" ".join(words[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
+    vocabulary = ["furnace", "cloud", "ember", "spark", "ash", "coal", "fire", "smoke"]
+    lines = [" ".join(vocabulary[(i * k) % 8] for k in range(1, 9)) for i in range(400)]
     (directory / "text.txt").write_text("\n".join(lines))
     (directory / "job.yaml").write_text(JOB.replace("STEPS", str(steps)))
     return lifecycle.submit(load_job(directory / "job.yaml"), source=directory / "job.yaml")
@@ -163,12 +163,12 @@ def check_samples(run: RunStore) -> None:
 
 def processes_of(run: RunStore) -> list[psutil.Process]:
     """Everyone who works for the run on this machine."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid != os.getpid() and run.address in process.cmdline():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill_processes(run: RunStore) -> None:
@@ -359,12 +359,14 @@ lifecycle.start(open_run(Path(path)), on=open_executor(address), placement=place
 
 def _start_and_be_killed(setup: ExecutorSetup, run: RunStore, moment: str) -> None:
     """Start the run from a process that dies before or after it has started something."""
-    words = [
+    arguments = [
         run.address,
         setup.executor.address,
         json.dumps(setup.small.shares),
         setup.starter,
         moment,
     ]
-    done = subprocess.run([sys.executable, "-c", _STARTER, *words], check=False, timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTER, *arguments], check=False, timeout=LIMIT_S
+    )
     assert done.returncode == -signal.SIGKILL

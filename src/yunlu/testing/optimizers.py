@@ -92,11 +92,11 @@ class OptimizerContract:
         weights = _weights()
         optimizer = self._build(weights)
         _train(optimizer, weights, range(3))
-        kept = _keep(optimizer, _whole(weights))
+        saved_state = _keep(optimizer, _whole(weights))
         copies = _copy(weights)
         _train(optimizer, weights, range(3, 6))
         resumed = self._build(copies)
-        _restore(resumed, _whole(copies), kept)
+        _restore(resumed, _whole(copies), saved_state)
         _train(resumed, copies, range(3, 6))
         for weight, other in zip(weights, copies, strict=True):
             assert torch.equal(weight, other)
@@ -108,14 +108,14 @@ class OptimizerContract:
         weights = _weights()
         optimizer = self._build(weights)
         _train(optimizer, weights, range(3))
-        kept = _keep(optimizer, _whole(weights))
+        saved_state = _keep(optimizer, _whole(weights))
         halves = [_half(weights, rows) for rows in (range(16), range(16, 32))]
         _train(optimizer, weights, range(3, 6))
         for shards in halves:
             leaves = [nn.Parameter(shard.tensor.clone()) for shard in shards]
             named = {id(leaf): shard for leaf, shard in zip(leaves, shards, strict=True)}
             part = self._build(leaves)
-            _restore(part, named, kept)
+            _restore(part, named, saved_state)
             regions = [shard.region.within(full_slice(shard.shape)) for shard in shards]
             _train(part, leaves, range(3, 6), regions=regions)
             for leaf, weight, region in zip(leaves, weights, regions, strict=True):
@@ -307,8 +307,8 @@ def _keep(optimizer: Any, names: dict[int, TensorShard]) -> _KeptState:
     return _KeptState(tensors, decode_json(json.dumps(groups)))
 
 
-def _restore(optimizer: Any, names: dict[int, TensorShard], kept: _KeptState) -> None:
-    fill_optimizer(optimizer, names, kept, kept.groups)
+def _restore(optimizer: Any, names: dict[int, TensorShard], saved_state: _KeptState) -> None:
+    fill_optimizer(optimizer, names, saved_state, saved_state.groups)
 
 
 def _other_value(value: Any) -> Any:

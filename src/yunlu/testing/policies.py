@@ -62,13 +62,13 @@ class PolicyContract:
     def test_a_job_alone_is_started(self) -> None:
         """Free devices and one job that fits: nothing to wait for."""
         nodes = (Node(name="n0", devices=4),)
-        state = PoolState(now=0.0, nodes=nodes, jobs=(_job("alone", asked=2, most=4),))
+        state = PoolState(now=0.0, nodes=nodes, jobs=(_job("alone", requested=2, most=4),))
         assert self.make_policy().decide(state).placements["alone"]
 
     def test_nothing_new_is_put_on_a_node_that_leaves(self) -> None:
         """It would have to move again at once."""
         nodes = (Node(name="stays", devices=2), Node(name="leaves", devices=8, is_leaving=True))
-        jobs = tuple(_job(f"j{number}", asked=2, most=4) for number in range(3))
+        jobs = tuple(_job(f"j{number}", requested=2, most=4) for number in range(3))
         decision = self.make_policy().decide(PoolState(now=0.0, nodes=nodes, jobs=jobs))
         shares = [share for placed in decision.placements.values() for share in placed.shares]
         assert {node for node, _ in shares} == {"stays"}
@@ -114,7 +114,7 @@ class PolicyContract:
                 now = _carry_out(now, decision)
 
 
-def _job(name: str, *, asked: int = 1, most: int = 8, multiple: int = 1) -> Demand:
+def _job(name: str, *, requested: int = 1, most: int = 8, multiple: int = 1) -> Demand:
     return Demand(
         id=name,
         submitted_at=0.0,
@@ -122,7 +122,7 @@ def _job(name: str, *, asked: int = 1, most: int = 8, multiple: int = 1) -> Dema
         remaining=1000.0,
         min_devices=multiple,
         max_devices=most,
-        asked_devices=asked,
+        asked_devices=requested,
         multiple=multiple,
     )
 
@@ -140,8 +140,10 @@ def _draw_state(rng: random.Random) -> PoolState:
     jobs: list[Demand] = []
     for number in range(rng.randint(0, 7)):
         multiple = rng.choice([1, 1, 1, 2])
-        asked = multiple * rng.randint(1, 4)
-        job = _job(f"j{number}", asked=asked, most=asked * rng.randint(1, 3), multiple=multiple)
+        requested = multiple * rng.randint(1, 4)
+        job = _job(
+            f"j{number}", requested=requested, most=requested * rng.randint(1, 3), multiple=multiple
+        )
         job = replace(
             job,
             submitted_at=float(number),
@@ -150,13 +152,13 @@ def _draw_state(rng: random.Random) -> PoolState:
             is_preemptible=rng.random() < 0.8,
         )
         node = rng.choice(nodes).name
-        if rng.random() < 0.5 and left[node] >= asked:
-            left[node] -= asked
+        if rng.random() < 0.5 and left[node] >= requested:
+            left[node] -= requested
             job = replace(
                 job,
-                held=Placement(((node, asked),)),
+                held=Placement(((node, requested),)),
                 held_since=50.0,
-                served_device_s=10.0 * asked,
+                served_device_s=10.0 * requested,
                 is_pinned=rng.random() < 0.2,
             )
         jobs.append(job)

@@ -65,9 +65,9 @@ class SamplerContract:
 
     def test_a_killed_study_goes_on_as_it_would_have(self) -> None:
         """A fresh sampler suggests what one suggests that was there from the start."""
-        kept = self._sample(14, self.wide)
+        suggested = self._sample(14, self.wide)
         trials: list[Trial] = []
-        for number, params in enumerate(kept):
+        for number, params in enumerate(suggested):
             fresh = self.make_sampler(SettingDraws(self.wide), seed=3)
             assert fresh.suggest(_snapshot(trials)) == params
             trials.append(_trial(number, params))
@@ -128,8 +128,8 @@ def _trial(
     state: TrialState = TrialState.DONE,
     value: float | None = None,
 ) -> Trial:
-    found = _value(params) if value is None else value
-    points = () if state is TrialState.FAILED else (Point(1, (found,), 1.0),)
+    objective = _value(params) if value is None else value
+    points = () if state is TrialState.FAILED else (Point(1, (objective,), 1.0),)
     return Trial(number=number, params=params, state=state, points=points, until=1)
 
 

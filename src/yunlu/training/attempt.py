@@ -61,7 +61,7 @@ def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tupl
     ``began_at`` is given where the run is younger than the process.
     """
     number = len(read_attempts(directory)) + 1
-    own_process = began_at is None
+    is_own_process = began_at is None
     began_at = process_began_at() if began_at is None else began_at
     directory.emit(
         AttemptStarted(
@@ -69,7 +69,7 @@ def begin_attempt(directory: RunStore, *, began_at: float | None = None) -> tupl
             pid=os.getpid(),
             process_started_at=start_time(),
             began_at=began_at,
-            own_process=own_process,
+            own_process=is_own_process,
         )
     )
     return number, began_at
@@ -178,8 +178,8 @@ _STUCK_S = 1.0
 
 
 def _end_if_stuck(pipe: SignalPipe, stop: StopRequest, on_stuck: Callable[[], None]) -> None:
-    asked = {signal.SIGTERM, signal.SIGINT}
-    while not asked & pipe.take():
+    stop_signals = {signal.SIGTERM, signal.SIGINT}
+    while not stop_signals & pipe.take():
         select.select([pipe], [], [])
     time.sleep(_STUCK_S)
     if stop.is_stuck:

@@ -172,9 +172,9 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
         for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(weight, []).append((module, name))
     model.to(device)
-    for (first, kept), *others in places.values():
+    for (first, first_name), *others in places.values():
         for module, name in others:
-            setattr(module, name, first.get_parameter(kept))
+            setattr(module, name, first.get_parameter(first_name))
     return model
 
 

@@ -146,9 +146,14 @@ def load_or_make_plan(
         _check_precision(directory, job, machine, budget)
         if job.train.compile == "xla":
             xla_device()  # fails here, before anything is measured
-        kept = _kept_figures(job, inputs, machine)
+        retained_figures = _kept_figures(job, inputs, machine)
         profile, work = measure(
-            job, inputs, machine, started_at=started_at, budget=budget, kept=kept
+            job,
+            inputs,
+            machine,
+            started_at=started_at,
+            budget=budget,
+            retained_figures=retained_figures,
         )
         # After the first pass, which tells how long the run is; part of its start-up all the same.
         probed = load_or_measure(machine, budget)
@@ -168,7 +173,7 @@ def load_or_make_plan(
         if (submitted := read_submitted_plan(directory)) is not None:
             plan = refine(submitted, plan)
         write_plan(directory, plan)
-        kept.forget()
+        retained_figures.forget()
         for text in plan.warnings:
             directory.warn(text)
     directory.emit(PlanMade(plan=plan))

@@ -58,7 +58,7 @@ def measure(
     *,
     started_at: float,
     budget: MeasuringBudget | None = None,
-    kept: KeptFigures | None = None,
+    retained_figures: KeptFigures | None = None,
 ) -> tuple[Profile, OperatorWork | None]:
     """The profile for the planner, and a step's operators; ``started_at``: start of this attempt.
 
@@ -74,7 +74,9 @@ def measure(
     room = memory_room_bytes(job, machine.best_device.memory_bytes, fixed)
     batch = choose_batch(job, len(splits.train))
     move_model(model, device)
-    timer = ModelTimer(job, inputs, device, batch=batch, budget=budget, kept=kept)
+    timer = ModelTimer(
+        job, inputs, device, batch=batch, budget=budget, retained_figures=retained_figures
+    )
     budget = timer.budget
     with _restored(model):
         model.train()

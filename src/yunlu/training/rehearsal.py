@@ -520,10 +520,10 @@ class _RehearsedLanes(LaneTransport):
             return PendingReceive(like, _Sending())
         return super().expect(like, source, tag)
 
-    def _hear(self, messages: Sequence[StageMessage], answer: Any) -> None:
+    def _receive_headers(self, messages: Sequence[StageMessage], answer: Any) -> None:
         """Nothing arrives before it is taken."""
 
-    def _has_heard(self, tag: int) -> bool:
+    def _has_answer(self, tag: int) -> bool:
         del tag
         return False
 

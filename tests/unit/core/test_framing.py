@@ -122,6 +122,6 @@ def test_a_body_arrives_where_its_reader_wants_it() -> None:
         return memoryview(into)
 
     sent = b"".join(encode_body(memoryview(b"gradient"), channel=3, tag=77))
-    (found,) = read_all(sent, reader=FrameReader(control_bytes=0, place=place))
+    (found,) = read_all(sent, reader=FrameReader(control_bytes=0, allocate=place))
     assert (into, found.control, cast("Any", found.body).obj) == (b"gradient", {}, into)
     assert (asked[0].channel, asked[0].tag) == (3, 77)

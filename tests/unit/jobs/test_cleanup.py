@@ -136,7 +136,7 @@ def test_a_run_that_another_started_from_stays(client, tmp_path, monkeypatch, ho
     monkeypatch.chdir("/")
     plan = client.plan_prune()
     assert plan.items == ()
-    (kept,) = plan.kept
+    (kept,) = plan.retained
     assert (kept.run, kept.reason, kept.by) == (base.id, "used", tuned.id)
     with pytest.raises(StoreError, match=f"{base.id} is the base of {tuned.id}") as refused:
         client.plan_removal([base.id])
@@ -171,7 +171,7 @@ def test_a_run_of_another_user_stays(client, monkeypatch):
     run = make_ended_run(state="failed")
     plan = client.plan_prune()
     monkeypatch.setattr(DirectoryRunStore, "foreign_owner", "eve")
-    (kept,) = client.plan_prune().kept
+    (kept,) = client.plan_prune().retained
     assert (kept.reason, kept.by) == ("foreign", "eve")
     with pytest.raises(StoreError, match="belongs to eve"):
         client.plan_removal([run.id])
@@ -184,7 +184,7 @@ def test_a_run_that_waits_in_the_pool_stays_until_it_is_given_up(client):
     request = ResourceRequest(least=1, most=1, requested=1)
     entry = QueueEntry(submitted_at=0.0, request=request, wish="pause")
     run.write(Document.QUEUE_ENTRY, entry.model_dump_json())
-    assert [kept.reason for kept in client.plan_prune().kept] == ["queued"]
+    assert [kept.reason for kept in client.plan_prune().retained] == ["queued"]
     with pytest.raises(StoreError, match="waits in the queue"):
         client.plan_removal([run.id])
     write_allocation(run, AllocationRecord(ticket=1, given_up="it failed 3 times"))
@@ -204,7 +204,7 @@ def test_trials_stay_while_their_study_can_use_them(client, state):
     study.write_status(StudyStatus(state=state))
     plan = client.plan_prune()
     if state == "stopped":
-        assert [(kept.reason, kept.by) for kept in plan.kept] == [("study", "widths")]
+        assert [(kept.reason, kept.by) for kept in plan.retained] == [("study", "widths")]
     else:  # it has no best trial
         assert names(plan) == [f"run {run.id}"]
     assert len(client.plan_removal([run.id]).items) == 1  # named by the user
@@ -315,7 +315,7 @@ def test_a_damaged_run_hides_no_other(client):
     failed = make_ended_run(state="failed")
     plan = client.plan_prune()
     assert names(plan) == [f"run {failed.id}"]
-    assert [(kept.run, kept.reason) for kept in plan.kept] == [(odd.id, "unreadable")]
+    assert [(kept.run, kept.reason) for kept in plan.retained] == [(odd.id, "unreadable")]
 
 
 def test_an_age_that_is_none_is_refused(client):

@@ -56,8 +56,8 @@ def known_text(prefix: str, name: str) -> BilingualText:
 
 def say(key: str, **fields: Any) -> str:
     """The text of a key in the user's language."""
-    words = text(key, **fields)
-    return words.zh if read_language() == "zh" else words.en
+    message = text(key, **fields)
+    return message.zh if read_language() == "zh" else message.en
 
 
 def translated(english: str, *, is_label: bool = False) -> BilingualText:

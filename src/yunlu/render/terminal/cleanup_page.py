@@ -36,12 +36,12 @@ def plan_page(plan: CleanupPlan, *, now: float, everything: bool = False) -> Ren
         parts.append(indented(_item_table(shown, now=now)))
     if more := items[len(shown) :]:
         parts.append(_dim(say("cleanup.more", count=len(more), size=_total(more))))
-    stays = plan.kept if everything else plan.kept[:_FEW]
+    stays = plan.retained if everything else plan.retained[:_FEW]
     parts += [
-        Text(f" {kept.run} {say(f'cleanup.keep.{kept.reason}', by=kept.by)}", style="dim")
-        for kept in stays
+        Text(f" {old_run.run} {say(f'cleanup.keep.{old_run.reason}', by=old_run.by)}", style="dim")
+        for old_run in stays
     ]
-    if others := len(plan.kept) - len(stays):
+    if others := len(plan.retained) - len(stays):
         parts.append(_dim(f"+ {others}"))
     parts += [
         Text(f" {say('cleanup.last_model', name=name)}", style="yellow")

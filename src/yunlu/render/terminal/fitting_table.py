@@ -162,8 +162,8 @@ def _needed(column: Column, sizes: Sequence[Measurement]) -> int:
     if column.no_wrap:
         return natural
     # Words stay whole, unless they are as long as paths.
-    words = max(size.minimum for size in sizes)
-    return min(natural, max(READABLE, min(words, _LONG)))
+    longest_word = max(size.minimum for size in sizes)
+    return min(natural, max(READABLE, min(longest_word, _LONG)))
 
 
 def _as_text(

@@ -44,13 +44,13 @@ def _find_breaks(plain: str, width: int, *, hang: int) -> list[int]:
     used = 0
     for unit in _UNIT.finditer(plain.rstrip()):
         is_whole = hang + cell_len(unit[0].rstrip(" ·")) <= width
-        for found in [unit] if is_whole else _WORD.finditer(plain, unit.start(), unit.end()):
-            size = cell_len(found[0].rstrip(" ·") if is_whole else found[0].rstrip())
+        for match in [unit] if is_whole else _WORD.finditer(plain, unit.start(), unit.end()):
+            size = cell_len(match[0].rstrip(" ·") if is_whole else match[0].rstrip())
             is_endless = hang + size > width and used <= _LABEL
             if used and used + size > width and not is_endless:
-                offsets.append(found.start())
+                offsets.append(match.start())
                 used = hang
-            used += cell_len(found[0])
+            used += cell_len(match[0])
     return offsets
 
 

@@ -79,15 +79,15 @@ class Tool:
         return self.row(name, key, take=take, remark=remark)
 
     def word(
-        self, name: str, key: str, words: Mapping[Any, Any], remark: str = "", *, why: str = ""
+        self, name: str, key: str, value_map: Mapping[Any, Any], remark: str = "", *, why: str = ""
     ) -> Counterpart:
         """A word by a table; another has no counterpart."""
 
         def take(value: Any, _: Settings) -> Taken:
             plain = value.lower() if isinstance(value, str) else value
-            if plain not in words:
+            if plain not in value_map:
                 raise NotTakenError(why or f"{value!r} is not offered")
-            return {} if words[plain] is None else {key: words[plain]}
+            return {} if value_map[plain] is None else {key: value_map[plain]}
 
         return self.row(name, key, take=take, remark=remark)
 

@@ -38,9 +38,9 @@ def flatten(settings: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 
 def answer_key(key: str, value: Any, beside: Settings) -> str | None:
     """What to write for a key that another tool has, and we do not; None where no tool has it."""
-    for row, found, settings in _candidates(key, value, beside):
+    for row, given_value, settings in _candidates(key, value, beside):
         try:
-            taken = row.convert(found, settings)
+            taken = row.convert(given_value, settings)
         except NotTakenError as reason:
             if row.keys:
                 return f"{row.tool} has {row.name}; {reason}"
@@ -88,7 +88,9 @@ def _candidates(
             yield rows[key], value, flat
         elif isinstance(value, dict):
             inside = flatten(cast("dict[Any, Any]", value), f"{key}.")
-            yield from ((rows[name], each, inside) for name, each in inside.items() if name in rows)
+            yield from (
+                (rows[name], nested, inside) for name, nested in inside.items() if name in rows
+            )
             if key in rows:
                 yield rows[key], value, flat
         else:

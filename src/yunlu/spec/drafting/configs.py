@@ -76,10 +76,10 @@ def _lightning(config: Section, draft: Draft) -> None:
         devices = trainer.get("devices")
         count = devices if isinstance(devices, int) and devices > 0 else 1
         draft.take("train.batch", batch * count if isinstance(batch, int) else batch)
-    for each in callbacks if isinstance(callbacks, list) else [callbacks]:
-        _callback(each, draft)
-    for each in logger if isinstance(logger, list) else [logger]:
-        _logger(each, draft)
+    for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
+        _callback(entry, draft)
+    for entry in logger if isinstance(logger, list) else [logger]:
+        _logger(entry, draft)
     _optimizer(config, draft)
     _own_code(config, draft)
 

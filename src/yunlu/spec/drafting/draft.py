@@ -52,7 +52,7 @@ class Draft:
 
     def leave(self, what: str, why: str, line: int | None = None) -> None:
         """Something without a counterpart; each is said once."""
-        if all((each.what, each.why) != (what, why) for each in self.left):
+        if all((left_out.what, left_out.why) != (what, why) for left_out in self.left):
             self.left.append(LeftOut(what, why, line))
 
     def note(self, text: str) -> None:
@@ -124,8 +124,8 @@ def write_draft(draft: Draft) -> tuple[str, list[str]]:
     lines.append(_dump(body).rstrip())
     if draft.left:
         lines += ["", *_comment(f"Not taken over from {draft.source}:")]
-        for each in sorted(draft.left, key=lambda each: each.line or 0):
-            lines += _comment(f"- {each}")
+        for left_out in sorted(draft.left, key=lambda left_out: left_out.line or 0):
+            lines += _comment(f"- {left_out}")
     return "\n".join(lines) + "\n", missing
 
 
@@ -216,8 +216,8 @@ def _dump(body: dict[str, Any]) -> str:
 def _tidy(value: Any, depth: int) -> Any:
     if not isinstance(value, dict):
         return value
-    tidied = {key: _tidy(each, depth + 1) for key, each in value.items()}
-    is_small = depth > 1 and not any(isinstance(each, dict) for each in tidied.values())
+    tidied = {key: _tidy(nested, depth + 1) for key, nested in value.items()}
+    is_small = depth > 1 and not any(isinstance(nested, dict) for nested in tidied.values())
     return _Flow(tidied) if is_small else tidied
 
 

@@ -186,7 +186,7 @@ class _ConstantFolder:
     def _call(self, node: ast.Call) -> Any:
         name = self.script.full_name(node.func) or ""
         if name == "dict" and not node.args:
-            return {each.arg: self.of(each.value) for each in node.keywords if each.arg}
+            return {keyword.arg: self.of(keyword.value) for keyword in node.keywords if keyword.arg}
         if name in {"os.path.join", "path.join"}:
             return "/".join(str(self.of(part)) for part in node.args)
         if name in _CASTS and len(node.args) == 1 and not node.keywords:
@@ -227,24 +227,28 @@ class _ScriptReader(ast.NodeVisitor):
             _options=self._options,
             _aliases=self._aliases,
         )
-        for each in self._classes:
-            script.classes[each.name] = tuple(script.full_name(base) or "" for base in each.bases)
-            script.methods[each.name] = {
-                part.name: part.lineno for part in each.body if isinstance(part, ast.FunctionDef)
+        for class_node in self._classes:
+            script.classes[class_node.name] = tuple(
+                script.full_name(base) or "" for base in class_node.bases
+            )
+            script.methods[class_node.name] = {
+                part.name: part.lineno
+                for part in class_node.body
+                if isinstance(part, ast.FunctionDef)
             }
         for node in sorted(self._calls, key=lambda node: (node.lineno, node.col_offset)):
             script.calls.append(_as_call(script, node))
         return script
 
     def visit_Import(self, node: ast.Import) -> None:
-        for each in node.names:
-            bound = each.asname or each.name.partition(".")[0]
-            self._aliases[bound] = each.name if each.asname else bound
-            self._imported.add(each.name.partition(".")[0])
+        for alias in node.names:
+            bound = alias.asname or alias.name.partition(".")[0]
+            self._aliases[bound] = alias.name if alias.asname else bound
+            self._imported.add(alias.name.partition(".")[0])
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for each in node.names:
-            self._aliases[each.asname or each.name] = f"{node.module or ''}.{each.name}"
+        for alias in node.names:
+            self._aliases[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
         self._imported.add((node.module or "").partition(".")[0])
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -284,8 +288,10 @@ class _ScriptReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _note_option(self, node: ast.Call) -> None:
-        flags = [each.value for each in node.args if isinstance(each, ast.Constant)]
-        default = next((each.value for each in node.keywords if each.arg == "default"), None)
+        flags = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        default = next(
+            (keyword.value for keyword in node.keywords if keyword.arg == "default"), None
+        )
         long = [flag for flag in flags if isinstance(flag, str) and flag.startswith("--")]
         if long and default is not None:
             self._options[long[0].removeprefix("--").replace("-", "_")] = default
@@ -298,10 +304,10 @@ def _as_call(script: Script, node: ast.Call) -> ScriptCall:
         root = name.partition(".")[0] if name else ""
         if name is None or root not in script.imported:
             name = f".{node.func.attr}"
-    keywords = {each.arg: each.value for each in node.keywords if each.arg is not None}
-    for each in node.keywords:  # **{"lr": 1e-3}
-        if each.arg is None:
-            keywords |= _spread(script, each.value)
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+    for keyword in node.keywords:  # **{"lr": 1e-3}
+        if keyword.arg is None:
+            keywords |= _spread(script, keyword.value)
     return ScriptCall(
         name=name or "?",
         line=node.lineno,

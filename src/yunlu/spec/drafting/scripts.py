@@ -66,7 +66,7 @@ class _Drafting:
                     "Keras keeps the learning rate; here it falls by default: train.schedule: constant keeps it"
                 )
         self._own_classes()
-        self._settle()
+        self._finalize()
 
     def _handler(self, call: ScriptCall) -> Callable[[ScriptCall], None] | None:
         for is_ours, handle in (
@@ -542,7 +542,7 @@ class _Drafting:
     _fallback_task = ""
     _tokenizer_name = ""
 
-    def _settle(self) -> None:
+    def _finalize(self) -> None:
         values = self.draft.values
         name = str(values.get("model.name", "")).removeprefix("hf:")
         if self._tokenizer_name and name and self._tokenizer_name != name:
@@ -602,13 +602,15 @@ class _Drafting:
 
     def _assigned_by(self, method: str, kind: str) -> set[str]:
         """Names of variables that ``Kind.method(...)`` is assigned to."""
-        found: set[str] = set()
+        variables: set[str] = set()
         for node in ast.walk(self.script.tree):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 name = self.script.full_name(node.value.func) or ""
                 if name.endswith(f".{method}") and kind in name:
-                    found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        return found
+                    variables |= {
+                        target.id for target in node.targets if isinstance(target, ast.Name)
+                    }
+        return variables
 
 
 def _first(files: Any) -> Any:

@@ -87,13 +87,13 @@ class AsyncCoordinator(GroupCoordinator):
         self.server.flush(_FLUSH_S)
         self.server.close_all()
 
-    def _hear(self, node: NodeRecord) -> None:
+    def _observe_node(self, node: NodeRecord) -> None:
         node.heard_at = time.monotonic()
 
     def _admit(self, node: NodeRecord, hello: NodeHello) -> None:
         node.wanted, node.is_leaving = hello.devices, False
         node.pids.clear()
-        self._hear(node)
+        self._observe_node(node)
 
     def _resize(self, devices: int) -> Reply:
         if devices < 1 or not self._run.has(Area.SERVERS):

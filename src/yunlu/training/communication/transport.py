@@ -104,7 +104,7 @@ class _Inbox:
 
     def __init__(self, tag: int) -> None:
         self.channels: dict[int, deque[IncomingMessage]] = {}
-        self._reader = FrameReader(control_bytes=0, place=self._place)
+        self._reader = FrameReader(control_bytes=0, allocate=self._place)
         self._tag, self._channel = tag, 0
 
     def add(self, channel: int, message: IncomingMessage) -> None:

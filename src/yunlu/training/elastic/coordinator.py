@@ -300,7 +300,7 @@ class Coordinator(GroupCoordinator):
 
     # Nodes.
 
-    def _hear(self, node: NodeRecord) -> None:
+    def _observe_node(self, node: NodeRecord) -> None:
         self.watchdog.observe_node(node.name, at=time.monotonic())
 
     def _admit(self, node: NodeRecord, hello: NodeHello) -> None:  # noqa: ARG002

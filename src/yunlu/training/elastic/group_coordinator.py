@@ -55,7 +55,7 @@ class GroupCoordinator:
         """Handle one message."""
         sender = self.membership.by_connection(connection)
         if isinstance(sender, NodeRecord):
-            self._hear(sender)
+            self._observe_node(sender)
         match message:
             case NodeHello():
                 self._register_node(connection, message)
@@ -142,7 +142,7 @@ class GroupCoordinator:
 
     # What differs between kinds of groups.
 
-    def _hear(self, node: NodeRecord) -> None:
+    def _observe_node(self, node: NodeRecord) -> None:
         """Any message shows that a node is there."""
         raise NotImplementedError
 

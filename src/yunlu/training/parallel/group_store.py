@@ -115,21 +115,21 @@ class StoreServer:
                     self._unauthenticated.remove(link)
 
     def _answer(self, frame: Frame) -> tuple[dict[str, Any], bytes]:
-        asked, value = frame.control, bytes(frame.body)
+        request, value = frame.control, bytes(frame.body)
         operations: dict[str, Callable[[], dict[str, Any] | bytes]] = {
-            "set": lambda: self._put(asked["key"], value),
-            "get": lambda: self._values[asked["key"]],
-            "wait": lambda: {"is_set": self._wait(asked["keys"], asked["timeout_s"])},
-            "check": lambda: {"is_set": self._has(asked["keys"])},
-            "add": lambda: {"total": self._add(asked["key"], asked["amount"])},
+            "set": lambda: self._put(request["key"], value),
+            "get": lambda: self._values[request["key"]],
+            "wait": lambda: {"is_set": self._wait(request["keys"], request["timeout_s"])},
+            "check": lambda: {"is_set": self._has(request["keys"])},
+            "add": lambda: {"total": self._add(request["key"], request["amount"])},
             "compare_set": lambda: self._compare_set(
-                asked["key"], value[: asked["size"]], value[asked["size"] :]
+                request["key"], value[: request["size"]], value[request["size"] :]
             ),
-            "delete": lambda: {"is_deleted": self._values.pop(asked["key"], None) is not None},
+            "delete": lambda: {"is_deleted": self._values.pop(request["key"], None) is not None},
             "count": lambda: {"count": len(self._values)},
         }
         with self._changed:
-            answer = operations[asked["op"]]()
+            answer = operations[request["op"]]()
         return ({}, answer) if isinstance(answer, bytes) else (answer, b"")
 
     def _put(self, key: str, value: bytes) -> dict[str, Any]:

@@ -74,16 +74,16 @@ class LaneTransport(StageTransport):
         self, messages: Sequence[StageMessage], gradients: Sequence[tuple[int, int]] = ()
     ) -> None:
         """As ``StageTransport.listen``; only headers are read in the thread."""
-        self._hear(messages, lambda _, header: header)
+        self._receive_headers(messages, lambda _, header: header)
         self._inboxes = {}
         for message in messages:
             make = partial(self._make, message.tag)
             inbox = self._inbox("activation", message.source)
-            inbox.add(message.tag, make, is_known=partial(self._has_heard, message.tag))
+            inbox.add(message.tag, make, is_known=partial(self._has_answer, message.tag))
         for source, tag in gradients:
             self._inbox("gradient", source).add(tag)
 
-    def look_ahead(self) -> None:
+    def post_next_receives(self) -> None:
         """Post the next receive of each lane whose shape is known."""
         for inbox in self._inboxes.values():
             inbox.post_next()
@@ -107,13 +107,13 @@ class LaneTransport(StageTransport):
         self._on_their_way = []
 
     def _make(self, tag: int) -> Tensor:
-        return make_buffer(self._heard(tag), self._device)
+        return make_buffer(self._take_answer(tag), self._device)
 
     def _inbox(self, kind: LaneKind, source: int) -> _LaneReceives:
-        found = self._inboxes.get((kind, source))
-        if found is None:
-            found = self._inboxes[kind, source] = _LaneReceives(self._lanes.incoming[kind, source])
-        return found
+        inbox = self._inboxes.get((kind, source))
+        if inbox is None:
+            inbox = self._inboxes[kind, source] = _LaneReceives(self._lanes.incoming[kind, source])
+        return inbox
 
     def _lane(self, tensor: Tensor, peer: int, tag: int, *, is_incoming: bool) -> Lane | None:
         if not is_accelerator(tensor.device):

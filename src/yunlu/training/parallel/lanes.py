@@ -87,11 +87,11 @@ def rounds(layout: Layout) -> list[tuple[LaneKind, list[Edge]]]:
             parts.append([closing])
         else:
             parts[1].append(closing)
-    found: list[tuple[LaneKind, list[Edge]]] = []
+    lane_rounds: list[tuple[LaneKind, list[Edge]]] = []
     for edges in filter(None, parts):
-        found.append(("activation", edges))
-        found.append(("gradient", [(receiver, sender) for sender, receiver in edges]))
-    return found
+        lane_rounds.append(("activation", edges))
+        lane_rounds.append(("gradient", [(receiver, sender) for sender, receiver in edges]))
+    return lane_rounds
 
 
 def form_lanes(
@@ -105,17 +105,17 @@ def form_lanes(
     """Form the lanes of all pipelines, given as the workers of each; all workers call this."""
     lanes = Lanes()
     mine = next(pipeline for pipeline in pipelines if rank in pipeline)
-    place = mine.index(rank)
+    position = mine.index(rank)
     for kind, edges in rounds(layout):
         busy = {end for edge in edges for end in edge}
         # Who has no lane in a round makes a group of its own: the names of groups count them.
         pairs = [*edges, *((single,) for single in range(layout.pp) if single not in busy)]
         members = [sorted(line[end] for end in pair) for line in pipelines for pair in pairs]
         group = _make_group(members, rank, device, timeout)
-        edge = next((edge for edge in edges if place in edge), None)
+        edge = next((edge for edge in edges if position in edge), None)
         if edge is None:
             continue
-        is_sender = edge[0] == place
+        is_sender = edge[0] == position
         other = edge[1] if is_sender else edge[0]
         lane = Lane(group, int(mine[other] > rank))
         (lanes.outgoing if is_sender else lanes.incoming)[kind, other] = lane

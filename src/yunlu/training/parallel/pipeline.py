@@ -108,7 +108,7 @@ class Pipeline:
                 ],
             )
             for kind, stage, micro in order:
-                self._transport.look_ahead()
+                self._transport.post_next_receives()
                 if kind == "forward":
                     with context():
                         activation = self._forward(stage, micro, micros[micro], loss_of)

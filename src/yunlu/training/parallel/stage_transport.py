@@ -127,16 +127,16 @@ class StageTransport:
                 they will be waited for.
         """
         del gradients  # tags tell them apart, in whatever order they come
-        self._hear(messages, self._post)
+        self._receive_headers(messages, self._post)
 
-    def look_ahead(self) -> None:
+    def post_next_receives(self) -> None:
         """Between two actions: post what can be received next."""
 
     def take(self, message: StageMessage) -> Tensor:
         """Wait for a tensor passed to ``listen``."""
         if message.source == self._rank:
             return self._local.pop(message.tag)
-        return self._heard(message.tag).get()
+        return self._take_answer(message.tag).get()
 
     def share(self, tensor: Tensor | None, *, source: int) -> Tensor:
         """Broadcast one rank's tensor."""
@@ -181,10 +181,10 @@ class StageTransport:
     def _post(self, message: StageMessage, header: Tensor) -> PendingReceive:
         return self._receive(make_buffer(header, self._device), message.source, message.tag)
 
-    def _hear(
+    def _receive_headers(
         self, messages: Sequence[StageMessage], answer: Callable[[StageMessage, Tensor], object]
     ) -> None:
-        """Read the headers of messages in a thread; ``_heard`` returns its answers to them."""
+        """Read the headers of messages in a thread; ``_take_answer`` returns its answers to them."""
         messages = [message for message in messages if message.source != self._rank]
         if not messages:
             return
@@ -207,10 +207,10 @@ class StageTransport:
         # Ends by itself: with the last message, or with the connections.
         Thread(target=listen, name="yunlu-pipeline", daemon=True).start()
 
-    def _has_heard(self, tag: int) -> bool:
+    def _has_answer(self, tag: int) -> bool:
         return not self._slots[tag].empty()
 
-    def _heard(self, tag: int) -> Any:
+    def _take_answer(self, tag: int) -> Any:
         answer = self._slots.pop(tag).get()
         if isinstance(answer, BaseException):
             raise answer

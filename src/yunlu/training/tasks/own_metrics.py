@@ -88,13 +88,16 @@ class OwnMetricsScorer:
     def add(self, outputs: Any, batch: Batch) -> None:
         """Keep the outputs of a batch."""
         self._scorer.add(outputs, batch)
-        kept, targets = _pair(outputs, batch)
+        predictions, targets = _pair(outputs, batch)
         if isinstance(self._task, StandardisesTargets):
             mean, std = self._task.target_scale
-            kept, targets = kept.reshape(targets.shape) * std + mean, targets * std + mean
-        self._outputs.append(kept)
+            predictions, targets = (
+                predictions.reshape(targets.shape) * std + mean,
+                targets * std + mean,
+            )
+        self._outputs.append(predictions)
         self._targets.append(targets)
-        self._bytes += kept.nbytes + targets.nbytes
+        self._bytes += predictions.nbytes + targets.nbytes
         if self._bytes > MAX_BYTES:
             raise TrainingError(
                 f"metrics: the outputs of one evaluation take more than {show_bytes(MAX_BYTES)}.",
@@ -126,14 +129,18 @@ def _pair(outputs: Any, batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
             "metrics: this task's outputs and targets are not two tensors.",
             hint="write a task with a scorer of your own; docs/tasks.md shows one",
         )
-    kept, true = logits.detach().float().cpu(), targets.detach().cpu()
-    if true.ndim and kept.shape[: true.ndim] == true.shape and kept.ndim == true.ndim + 1:
+    predictions, true = logits.detach().float().cpu(), targets.detach().cpu()
+    if (
+        true.ndim
+        and predictions.shape[: true.ndim] == true.shape
+        and predictions.ndim == true.ndim + 1
+    ):
         # Tokens of a batch and of all batches stand in one row; padding is left out.
-        kept, true = kept.reshape(-1, kept.shape[-1]), true.reshape(-1)
+        predictions, true = predictions.reshape(-1, predictions.shape[-1]), true.reshape(-1)
         if not true.is_floating_point():
             counted = true != IGNORED
-            kept, true = kept[counted], true[counted]
-    return kept.numpy(), (true.float() if true.dtype is torch.bfloat16 else true).numpy()
+            predictions, true = predictions[counted], true[counted]
+    return predictions.numpy(), (true.float() if true.dtype is torch.bfloat16 else true).numpy()
 
 
 def _call(metric: OwnMetric, outputs: NDArray[Any], targets: NDArray[Any]) -> Any:

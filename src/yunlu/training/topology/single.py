@@ -83,8 +83,8 @@ class SingleTopology(Topology):
 
     def end(self, runner: Runner, state: RunState) -> RunState:
         """Report the state, and why a trial ended, or what a callback asked for."""
-        decision, asked = runner.callbacks.decision, runner.callbacks.hooks.reason
-        reason = decision.reason if decision is not None else asked
+        decision, stop_reason = runner.callbacks.decision, runner.callbacks.hooks.reason
+        reason = decision.reason if decision is not None else stop_reason
         return change_state(runner.run, state, **({"reason": reason} if reason else {}))
 
 

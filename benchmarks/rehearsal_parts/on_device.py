@@ -101,6 +101,12 @@ class _Peaks:
         self.device, self.peaks = device, list[int]()
         torch.accelerator.reset_peak_memory_stats(device)
 
+    def before_first_step(self) -> bool:
+        return False
+
+    def after_undone_step(self) -> None:
+        pass
+
     def before_step(self) -> Any:
         return ""
 

@@ -160,17 +160,28 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents with mode 0700; one that is there loses the others' rights."""
+    """Make a directory and its missing parents with mode 0700; one that is there loses the others' rights.
+
+    Parents that are there keep theirs: they may be ``/``, or hold what others need.
+    """
     try:
         path.mkdir(DIRECTORY_MODE)
     except FileNotFoundError:
-        make_directory(path.parent)
+        _make_parents(path.parent)
         with suppress(FileExistsError):
             path.mkdir(DIRECTORY_MODE)
     except FileExistsError:
         if not path.is_dir():
             raise
     _restrict(path, DIRECTORY_MODE)
+
+
+def _make_parents(path: Path) -> None:
+    if not path.is_dir():
+        _make_parents(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir(DIRECTORY_MODE)
+            _restrict(path, DIRECTORY_MODE)  # the umask may have left less
 
 
 def restrict_tree(directory: Path) -> None:
@@ -186,6 +197,11 @@ def check_home(home: Path) -> Path:
 
     Whoever can write to a home can start jobs in it, which run as its owner.
     """
+    if home.parent == home:
+        raise StoreError(
+            f"The home of the runs is {home}, the root of all files, which would be closed to others.",
+            hint="set YUNLU_HOME to a directory of its own",
+        )
     try:
         about = home.stat()
     except (FileNotFoundError, NotADirectoryError):

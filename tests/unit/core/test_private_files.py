@@ -49,6 +49,23 @@ def test_new_directories_have_mode_700(tmp_path: Path, umask: int) -> None:
     assert {mode(path) for path in tmp_path.rglob("*")} == {0o700}
 
 
+def test_parents_that_are_there_keep_their_mode(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    make_directory(shared / "new" / "home")
+    assert [mode(shared / name) for name in (".", "new", "new/home")] == [0o755, 0o700, 0o700]
+    make_directory(shared)  # named itself, it is one's own
+    assert mode(shared) == 0o700
+
+
+def test_the_root_of_all_files_is_no_home() -> None:
+    before = mode(Path("/"))
+    with pytest.raises(StoreError, match="root of all files"):
+        check_home(Path("/"))
+    assert mode(Path("/")) == before
+
+
 def test_existing_files_lose_the_rights_of_others(tmp_path: Path) -> None:
     for name in ("log", "lock"):
         (tmp_path / name).write_text("")

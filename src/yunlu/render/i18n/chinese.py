@@ -37,6 +37,8 @@ _FREE_LISTS = 10
 _FREE_ANYWHERE = 22
 """Letters from which on a value may be a message with a colon, wherever it stands."""
 _BEFORE_MESSAGES = (": ", "; ", ". ", "? ", "(")
+_BEFORE_COPIES = "; write "
+"""What comes after it is to be copied, and holds colons of its own: ``train.batch: 64``."""
 _MESSAGE = re.compile(r": |; ")
 _NOT_SMALL = re.compile(r"^--|[;:\"]|,( |$)|[A-Za-z]{4,} +[A-Za-z]{4,}")
 _COMMAND = re.compile(r"--set \S+[=:{]\S|[{}\\]")
@@ -183,6 +185,8 @@ def _may_hold(template: _Template, text: str, spans: list[tuple[int, int]]) -> b
         value = text[start:end]
         if is_many_lines:
             continue
+        if _BEFORE_COPIES in template.literals and "\n" not in value:
+            continue
         if _PARTED.search(value) or (value[:1] == " " and _LATIN_WORD.search(value)):
             return False
         if before.endswith(_BEFORE_MESSAGES):
@@ -275,6 +279,7 @@ def _template(english: str, chinese: str) -> _Template:
         longest=max(literals, key=len),
         is_free=letters >= (_FREE if literals[0] else _FREE_INSIDE)
         or literals[0].endswith(_BEFORE_MESSAGES)
+        or _BEFORE_COPIES in literals
         or "\n" in english,
     )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def translate_block(  # noqa: PLR0911 (one for each kind)
+def translate_block(  # noqa: PLR0911, PLR0912 (one for each kind)
     block: Any, *, is_label: bool = False, is_ours: bool = True
 ) -> Any:
     """The same block with its texts in Chinese; blocks of unknown kinds stay as they are.

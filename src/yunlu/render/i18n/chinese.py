@@ -30,7 +30,7 @@ _SEPARATORS = (
 _DEPTH = 8
 _FREE = 5
 """Letters of its own from which on a template may hold values of any length ..."""
-_FREE_INSIDE = 12
+_FREE_INSIDE = 11
 """... and where it begins with a value."""
 _FREE_LISTS = 10
 """Letters from which on a value may hold a comma."""
@@ -40,6 +40,8 @@ _BEFORE_MESSAGES = (": ", "; ", ". ", "? ", "(")
 _BEFORE_COPIES = "; write "
 """What comes after it is to be copied, and holds colons of its own: ``train.batch: 64``."""
 _MESSAGE = re.compile(r": |; ")
+_OPENING = re.compile(r"(?:error|warning)$|(?:error|warning|[a-z_]+(?:\.[a-z_]+)+): ")
+"""What stands before a message: no part of its first value."""
 _NOT_SMALL = re.compile(r"^--|[;:\"]|,( |$)|[A-Za-z]{4,} +[A-Za-z]{4,}")
 _COMMAND = re.compile(r"--set \S+[=:{]\S|[{}\\]")
 """To be copied as it is."""
@@ -180,6 +182,8 @@ def _match(template: _Template, text: str) -> list[tuple[int, int]] | None:
 
 def _may_hold(template: _Template, text: str, spans: list[tuple[int, int]]) -> bool:
     """Whether these are values of one text, not texts of several."""
+    if not template.literals[0] and _OPENING.match(text[slice(*spans[0])]):
+        return False
     is_many_lines = any("\n" in literal for literal in template.literals)
     for before, (start, end) in zip(template.literals, spans, strict=False):
         value = text[start:end]

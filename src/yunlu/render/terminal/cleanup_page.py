@@ -10,7 +10,7 @@ from rich.text import Text
 
 from yunlu.core.units import show_bytes
 from yunlu.render.i18n import say
-from yunlu.render.terminal.page import indented, plain_table, state_text
+from yunlu.render.terminal.page import in_language, indented, plain_table, state_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,10 @@ def plan_page(plan: CleanupPlan, *, now: float, everything: bool = False) -> Ren
         parts.append(_dim(say("cleanup.more", count=len(more), size=_total(more))))
     stays = plan.kept if everything else plan.kept[:_FEW]
     parts += [
-        Text(f" {kept.run} {say(f'cleanup.keep.{kept.reason}', by=kept.by)}", style="dim")
+        Text(
+            f" {kept.run} {say(f'cleanup.keep.{kept.reason}', by=in_language(kept.by))}",
+            style="dim",
+        )
         for kept in stays
     ]
     if others := len(plan.kept) - len(stays):
@@ -68,8 +71,8 @@ def result_page(result: CleanupResult) -> RenderableType:
     sizes = {"count": len(result.removed), "size": show_bytes(result.size.bytes)}
     lines = [Text(f" {say('cleanup.removed', **sizes)}")]
     lines += [
-        Text(f" {say('cleanup.skipped', path=item.path, problem=item.problem)}", style="yellow")
-        for item in result.skipped
+        Text(f" {say('cleanup.skipped', path=path, problem=in_language(problem))}", style="yellow")
+        for path, problem in ((item.path, item.problem) for item in result.skipped)
     ]
     return Group(*lines)
 

@@ -47,7 +47,7 @@ _COMMAND = re.compile(r"--set \S+[=:{]\S|[{}\\]")
 """To be copied as it is."""
 _SHORT = 30
 _FEW_WORDS = 4
-_MARK = re.compile(r"[→✗✓✔!·★•–-]\s+")
+_MARK = re.compile(r"[→✗✓✔✘×!·★•◑◔○●■–-]\s+")
 """What a line may begin with, before its text."""
 _TAIL = re.compile(r"\s*(\.\.\.|…)$")
 """What a line may end with."""

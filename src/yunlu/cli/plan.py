@@ -171,7 +171,7 @@ def _show_options(job: Job, *, top: int, explain: bool, plot: Path | None, json:
     console.print(options_table(options, width=console.width))
     if explain:
         console.print()
-        for line in explained_lines(options.explain(), console):
+        for line in explained_lines(options, console):
             print_lines(console, line, hang=5)
     console.print(notes_block(options, took_s=outlook.computed_s))
     if plot is not None:

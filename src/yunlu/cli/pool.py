@@ -143,9 +143,12 @@ def up(
                     "home": started.home})  # fmt: skip
         return 0
     console = make_console()
-    about = f"{_count(view.devices, 'device')} on {_count(len(view.nodes), 'node')}, "
-    about += f"policy {settings.policy} (process {started.pid})"
-    lines = [Text(f" up          {about}")]
+    lines = [
+        Text(
+            f" up          {_count(view.devices, 'device')} on {_count(len(view.nodes), 'node')}, "
+            f"policy {settings.policy} (process {started.pid})"
+        )
+    ]
     if started.is_as_before:
         lines.append(Text(f" as it was last: {settings.executor}; options change it", style="dim"))
     if view.limits:

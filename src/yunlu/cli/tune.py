@@ -13,7 +13,14 @@ from rich.text import Text
 from yunlu.cli.train import STOPPED_CODE, counted_signals
 from yunlu.client import default_client
 from yunlu.core.errors import JobError, error_of_code
-from yunlu.render.terminal.page import make_console, print_json, print_lines, print_note, title_text
+from yunlu.render.terminal.page import (
+    make_console,
+    padded_label,
+    print_json,
+    print_lines,
+    print_note,
+    title_text,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -219,7 +226,8 @@ def _conclude(result: StudyResult, console: Console | None, *, is_interrupted: b
             study_tables.print_block(console, line)
         study_tables.print_block(console, study_tables.answer_block(view, now=time.time()))
         if result.report is not None:
-            print_lines(console, Text(f" page    {result.report}", style="dim"), hang=9)
+            label = padded_label("page", 8)
+            print_lines(console, Text(f" {label}{result.report}", style="dim"), hang=9)
     if view.state == "stopped":
         text = f"{view.name} is stopped; resume with: yunlu tune --resume {view.name}"
         if console is None:

@@ -133,8 +133,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if guess:
         if len(names) > _LISTED_BESIDE:
             near = difflib.get_close_matches(word, names, n=_NEAR + 1, cutoff=0.6)[1:]
-            also = f"near it: {', '.join(near)}; " if near else ""
-            listing = f"{also}{len(names)} are known"
+            listing = f"{len(names)} are known"
+            if near:
+                listing = f"near it: {', '.join(near)}; {len(names)} are known"
         return f"did you mean {guess!r}? ({listing})"
     if len(listing) > _LISTED_MOST:
         listing = listing[:_LISTED_MOST].rpartition(",")[0] + ", …"

@@ -225,10 +225,13 @@ def decide(
 
 def _describe_measuring(measuring: MeasuringTime) -> str:
     """What it could have taken, and what did not fit in."""
-    text = f"at most {show_duration(measuring.limit_s)}, by train.trial_share {measuring.share:g}"
-    if not measuring.left_out:
-        return text
-    return f"{text}; not measured but estimated: {', '.join(measuring.left_out)}"
+    limit, left_out = show_duration(measuring.limit_s), ", ".join(measuring.left_out)
+    if not left_out:
+        return f"at most {limit}, by train.trial_share {measuring.share:g}"
+    return (
+        f"at most {limit}, by train.trial_share {measuring.share:g}; "
+        f"not measured but estimated: {left_out}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,9 +223,11 @@ def _warn_of_single_labels(directory: RunStore, job: Job, splits: Splits) -> Non
     if not isinstance(labels, list) or len(labels) < len(splits.train):
         return
     target = splits.about.get("target") or job.data.target
-    where = f" in the column {target!r}" if target else ""
+    count = f"{len(labels)} labels"
+    if target:
+        count = f"{len(labels)} labels in the column {target!r}"
     directory.warn(
-        f"There are {len(labels)} labels{where} for {len(splits.train)} training samples: hardly one "
+        f"There are {count} for {len(splits.train)} training samples: hardly one "
         "occurs twice, so nothing can be learnt that holds for other data. Is data.target the right "
         "column? Numbers are predicted by task: tabular-regression."
     )

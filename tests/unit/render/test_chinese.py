@@ -19,7 +19,10 @@ from yunlu.cli.main import VERBS, main
 from yunlu.core.errors import YunluError
 from yunlu.core.settings import read_language
 from yunlu.render.i18n.chinese import to_chinese
+from yunlu.render.terminal.line_breaks import break_lines
 from yunlu.render.terminal.page import TerminalConsole
+from yunlu.render.terminal.verbatim import Verbatim
+from yunlu.spec.counterparts.table import TABLE, answer_key
 from yunlu.spec.load import load_job
 
 ROOMS = missing_texts.rooms()
@@ -178,6 +181,32 @@ def test_a_text_inside_of_a_text_is_translated_too() -> None:
     assert text == (
         "job.yaml: 2 个问题\n  第 4 行第 9 列：train.x: 未知的键；你是否想写 'iris'？（已知：iris, wine）"
     )
+
+
+def test_what_stands_for_another_tools_argument_is_chinese() -> None:
+    """Every remark of the tables; what is to be written stays as YAML has it."""
+    assert [
+        row.name for row in TABLE if row.remark and not HAN.search(to_chinese(row.remark))
+    ] == []
+    answer = answer_key("per_device_train_batch_size", 64, {})
+    assert to_chinese(answer or "") == "此处 train.batch 计入所有设备；请写 train.batch: 64"
+    answer = answer_key("num_train_epochs", 3, {})
+    assert to_chinese(answer or "") == "Transformers 对 train.epochs 的叫法；请写 train.epochs: 3"
+    answer = answer_key("run_eagerly", True, {})
+    assert "Keras 的 run_eagerly 在此处没有对应项：" in to_chinese(answer or "")
+
+
+def test_a_line_never_begins_with_a_mark() -> None:
+    lines = break_lines(Text("甲乙丙丁，戊己庚辛。"), 8)
+    assert [line.plain for line in lines] == ["甲乙丙", "丁，戊己", "庚辛。"]
+
+
+def test_words_of_others_are_not_translated(chinese: None) -> None:
+    console = TerminalConsole(width=80, record=True, file=io.StringIO())
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Verbatim("0.478 of 23.5 GiB"), "0.478 of 23.5 GiB")
+    console.print(table)
+    assert console.export_text().split() == ["0.478", "of", "23.5", "GiB", "0.478/23.5", "GiB"]
 
 
 def test_styles_stay_with_the_words_they_were_of(chinese: None) -> None:

@@ -38,9 +38,9 @@ def test_every_text_is_used() -> None:
         for path in RENDER.rglob("*")
         if path.suffix in {".py", ".j2"}
     )
-    # Keys that are put together: text(f"curve.{key}"), text('state.' ~ state), known_text("metric", ...).
+    # Keys that are put together: text(f"curve.{key}"), say(f"..."), text('state.' ~ state), known_text("metric", ...).
     prefixes = {
-        *re.findall(r"""\b(?:text|spoken)\(\s*f["']([\w.]+\.)\{""", sources),
+        *re.findall(r"""\b(?:text|spoken|say)\(\s*f["']([\w.]+\.)\{""", sources),
         *re.findall(r"""\btext\('([\w.]+\.)' ~""", sources),
         *(f"{name}." for name in re.findall(r"""\bknown_text\(\s*["']([\w.]+)["']""", sources)),
     }

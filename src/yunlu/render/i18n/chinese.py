@@ -30,20 +30,24 @@ _SEPARATORS = (
 _DEPTH = 8
 _FREE = 5
 """Letters of its own from which on a template may hold values of any length ..."""
-_FREE_INSIDE = 12
+_FREE_INSIDE = 11
 """... and where it begins with a value."""
 _FREE_LISTS = 10
 """Letters from which on a value may hold a comma."""
 _FREE_ANYWHERE = 22
 """Letters from which on a value may be a message with a colon, wherever it stands."""
 _BEFORE_MESSAGES = (": ", "; ", ". ", "? ", "(")
+_BEFORE_COPIES = "; write "
+"""What comes after it is to be copied, and holds colons of its own: ``train.batch: 64``."""
 _MESSAGE = re.compile(r": |; ")
+_OPENING = re.compile(r"(?:error|warning)$|(?:error|warning|[a-z_]+(?:\.[a-z_]+)+): ")
+"""What stands before a message: no part of its first value."""
 _NOT_SMALL = re.compile(r"^--|[;:\"]|,( |$)|[A-Za-z]{4,} +[A-Za-z]{4,}")
 _COMMAND = re.compile(r"--set \S+[=:{]\S|[{}\\]")
 """To be copied as it is."""
 _SHORT = 30
 _FEW_WORDS = 4
-_MARK = re.compile(r"[→✗✓✔!·★•–-]\s+")
+_MARK = re.compile(r"[→✗✓✔✘×!·★•◑◔○●■–-]\s+")
 """What a line may begin with, before its text."""
 _TAIL = re.compile(r"\s*(\.\.\.|…)$")
 """What a line may end with."""
@@ -178,10 +182,14 @@ def _match(template: _Template, text: str) -> list[tuple[int, int]] | None:
 
 def _may_hold(template: _Template, text: str, spans: list[tuple[int, int]]) -> bool:
     """Whether these are values of one text, not texts of several."""
+    if not template.literals[0] and _OPENING.match(text[slice(*spans[0])]):
+        return False
     is_many_lines = any("\n" in literal for literal in template.literals)
     for before, (start, end) in zip(template.literals, spans, strict=False):
         value = text[start:end]
         if is_many_lines:
+            continue
+        if _BEFORE_COPIES in template.literals and "\n" not in value:
             continue
         if _PARTED.search(value) or (value[:1] == " " and _LATIN_WORD.search(value)):
             return False
@@ -275,6 +283,7 @@ def _template(english: str, chinese: str) -> _Template:
         longest=max(literals, key=len),
         is_free=letters >= (_FREE if literals[0] else _FREE_INSIDE)
         or literals[0].endswith(_BEFORE_MESSAGES)
+        or _BEFORE_COPIES in literals
         or "\n" in english,
     )
 

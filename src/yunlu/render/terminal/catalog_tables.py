@@ -12,6 +12,7 @@ from yunlu.hardware.catalog import PRECISIONS
 from yunlu.render.terminal.fitting_table import FittingTable
 from yunlu.render.terminal.line_breaks import Hanging
 from yunlu.render.terminal.page import indented, plain_table
+from yunlu.render.terminal.verbatim import Verbatim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +125,7 @@ def device_page(device: ListedDevice) -> RenderableType:
     before = ""
     for name, figure, field in _figures(device):
         source = device.source(field)
-        table.add_row(name, figure, "″" if source == before else source)
+        table.add_row(name, figure, Verbatim("″" if source == before else source))
         before = source
     return Group(title, Text(), indented(table), Text())
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from yunlu.core.units import show_bytes
 from yunlu.render.i18n import say
 from yunlu.render.terminal.line_breaks import Hanging
-from yunlu.render.terminal.page import indented, plain_table, state_text
+from yunlu.render.terminal.page import in_language, indented, plain_table, state_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +38,10 @@ def plan_page(plan: CleanupPlan, *, now: float, everything: bool = False) -> Ren
         parts.append(_dim(say("cleanup.more", count=len(more), size=_total(more))))
     stays = plan.retained if everything else plan.retained[:_FEW]
     parts += [
-        Text(f" {old_run.run} {say(f'cleanup.keep.{old_run.reason}', by=old_run.by)}", style="dim")
+        Text(
+            f" {old_run.run} {say(f'cleanup.keep.{old_run.reason}', by=in_language(old_run.by))}",
+            style="dim",
+        )
         for old_run in stays
     ]
     if others := len(plan.retained) - len(stays):
@@ -69,8 +72,10 @@ def result_page(result: CleanupResult) -> RenderableType:
     sizes = {"count": len(result.removed), "size": show_bytes(result.size.bytes)}
     lines: list[RenderableType] = [Text(f" {say('cleanup.removed', **sizes)}")]
     lines += [
-        Hanging(Text(f" {say('cleanup.skipped', path=item.path, problem=item.problem)}", "yellow"))
-        for item in result.skipped
+        Hanging(
+            Text(f" {say('cleanup.skipped', path=path, problem=in_language(problem))}", "yellow")
+        )
+        for path, problem in ((item.path, item.problem) for item in result.skipped)
     ]
     return Group(*lines)
 

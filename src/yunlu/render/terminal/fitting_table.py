@@ -71,8 +71,10 @@ class FittingTable(Table):
             yield smaller
             left_out = [title for title in self._drop if title not in smaller._titles()]
             left_out = [title for title in left_out if title in self._titles()]
-            more = f"; {self._dropped_note}" if self._dropped_note else ""
-            yield Text(self._say(f"no room for: {', '.join(left_out)}{more}"), style="dim")
+            note = f"no room for: {', '.join(left_out)}"
+            if self._dropped_note:
+                note = f"no room for: {', '.join(left_out)}; {self._dropped_note}"
+            yield Text(self._say(note), style="dim")
         elif self._instead:
             yield Padding(Text(self._instead, style="dim"), (0, 0, 1, _INDENT), expand=False)
         else:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 _UNIT = re.compile(r"\s*(?:(?!  | · ).)*(?:  +| · )?")
 """What is broken only if it is longer than a line: up to two spaces, or a dot between two."""
 _WORD = re.compile(
-    r"\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\uffef]+)\s*"
+    r"\s*(?:[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\u9fff\uf900-\uffef]+)"
+    r"[、。，；：！？）》]*\s*"
 )
-"""A word and the space after it; Chinese may be broken after every character."""
+"""A word and the space after it; Chinese may be broken after every character, but before no mark."""
 _LABEL = 18
 """A word that is longer than a line stays on that of its label."""
 

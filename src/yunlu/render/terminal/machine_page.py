@@ -15,7 +15,7 @@ from rich.text import Text
 from yunlu.core.units import show_bytes, show_count, show_duration
 from yunlu.render.terminal.fitting_table import FittingTable
 from yunlu.render.terminal.line_breaks import Hanging
-from yunlu.render.terminal.page import ACCENT, in_language, indented, plain_table
+from yunlu.render.terminal.page import ACCENT, in_language, indented, padded_label, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -262,7 +262,7 @@ def _facts(probed: MachineProfile) -> Iterator[Hanging]:
             f"{show_bytes(start.resident_bytes)}"
         )
     for name, text in rows.items():
-        yield Hanging(Text.assemble((f" {name:<12}", "dim"), text), hang=13)
+        yield Hanging(Text.assemble((f" {padded_label(name, 12)}", "dim"), text), hang=13)
 
 
 def _lesson(learnt: LearntFactor) -> Hanging:
@@ -272,4 +272,4 @@ def _lesson(learnt: LearntFactor) -> Hanging:
         runs = f"{learnt.runs} run" + ("s" if learnt.runs > 1 else "")
         text = f"{runs}: steps take × {learnt.factor:.2f} of what these figures say, "
         text += f"known to ± {learnt.sd_of_log:.0%}"
-    return Hanging(Text.assemble((f" {'learnt':<12}", "dim"), text), hang=13)
+    return Hanging(Text.assemble((f" {padded_label('learnt', 12)}", "dim"), text), hang=13)

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.segment import Segment
@@ -109,6 +110,12 @@ def in_language(text: str, *, is_label: bool = False) -> str:
     from yunlu.render.i18n.chinese import to_chinese  # noqa: PLC0415 (English needs no catalogue)
 
     return to_chinese(text, is_label=is_label)
+
+
+def padded_label(label: str, width: int) -> str:
+    """A label of ours in the user's language, and spaces up to a number of columns."""
+    shown = in_language(label, is_label=True)
+    return shown + " " * (width - cell_len(shown))
 
 
 def spoken(text: BilingualText) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -21,7 +23,14 @@ from yunlu.core.units import (
 )
 from yunlu.render.terminal.event_lines import describe
 from yunlu.render.terminal.line_breaks import Hanging
-from yunlu.render.terminal.page import ACCENT, has_width, indented, plain_table
+from yunlu.render.terminal.page import (
+    ACCENT,
+    has_width,
+    in_language,
+    indented,
+    padded_label,
+    plain_table,
+)
 from yunlu.render.terminal.run_display import DisplayedProgress
 from yunlu.runs.events import DataOpened, ModelBuilt, ProgressReported, WarningRaised
 
@@ -39,6 +48,10 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _MANY_DOLLARS = 1e7
 _MANY = 1e6
+_SHARE = re.compile(r" {4}(\S.{19})(.*)")
+"""A component, and how much of the whole it is."""
+_LAYOUT = re.compile(r"(\S.*\): )(.*)")
+"""The first line of an option: hardware, then how it is used."""
 _WIDE = 120
 """Columns from which options stand side by side."""
 
@@ -102,9 +115,22 @@ def notes_block(options: PlanOptions, *, took_s: float) -> RenderableType:
     return Group(Text(""), *lines, Hanging(Text(count, style="dim"), hang=1))
 
 
-def explained_lines(text: str, console: Console) -> Iterator[Text]:
+def explained_lines(options: PlanOptions, console: Console) -> Iterator[Text]:
     """Where memory and time go; a long command over several lines, as a shell takes them."""
-    for line in text.splitlines():
+    choices = {
+        f"  {choice.name} {choice.value}: {choice.reason}": choice
+        for option in options.options
+        for choice in option.choices
+    }
+    for written in options.explain().splitlines():
+        line = written
+        if (choice := choices.get(line)) is not None:
+            name = in_language(choice.name, is_label=True)
+            line = f"  {name} {choice.value}: {in_language(choice.reason)}"
+        elif share := _SHARE.fullmatch(line):
+            line = f"    {padded_label(share[1].rstrip(), 20)}{share[2]}"
+        elif layout := _LAYOUT.fullmatch(line):
+            line = layout[1] + ", ".join(in_language(part) for part in layout[2].split(", "))
         if has_width(console) and len(line) >= console.width:
             yield Text(f" {line}".replace(" --set ", " \\\n       --set "))
         else:
@@ -327,7 +353,8 @@ def job_summary(job: Job) -> str:
         "schedule": _with_details(job.train.schedule.name, _set_by_user(job.train.schedule)),
         "trackers": ", ".join(["tensorboard", *job.trackers]),
     }
-    return "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
+    width = max(10, *(cell_len(in_language(name, is_label=True)) + 1 for name in lines))
+    return "\n".join(f"  {padded_label(name, width)}{text}" for name, text in lines.items())
 
 
 def _describe_data(job: Job) -> str:
@@ -340,7 +367,7 @@ def _describe_data(job: Job) -> str:
         parts.append(f"{name} {path}" if path else f"{share * 100:.3g} % held out for {name}")
     if data.target:
         parts.append(f"target {data.target}")
-    return ", ".join(parts)
+    return ", ".join(in_language(part) for part in parts)
 
 
 def _describe_goal(job: Job) -> str:

@@ -28,7 +28,9 @@ from yunlu.render.terminal.line_breaks import Hanging
 from yunlu.render.terminal.page import (
     ACCENT,
     TerminalConsole,
+    in_language,
     indented,
+    padded_label,
     plain_table,
     print_lines,
     print_note,
@@ -241,7 +243,7 @@ def forecast_block(forecast: Mapping[str, Any]) -> RenderableType:
         value, between = show_estimate(quantity, interval)
         grid.add_row(Text(name, style="dim"), Text(value, style="bold"), Text(between, style="dim"))
     notes = [Hanging(Text(f"{note}", style="dim"), hang=2) for note in forecast.get("notes") or ()]
-    return Group(Text("forecast", style=f"bold {ACCENT}"), grid, *notes)
+    return Group(Text(in_language("forecast", is_label=True), style=f"bold {ACCENT}"), grid, *notes)
 
 
 def comparison_block(view: StudyView, *, now: float) -> RenderableType | None:
@@ -276,7 +278,7 @@ def answer_block(view: StudyView, *, now: float) -> RenderableType:
         return Text("no trial has a value yet", style="dim")
     short = shorten(best.params)
     head = Text.assemble(
-        ("best  ", f"bold {ACCENT}"),
+        (f"{in_language('best', is_label=True)}  ", f"bold {ACCENT}"),
         (f"{view.metric} {show_value(view.metric, best.value)}", "bold"),
         (f"  trial {best.number}", "dim"),
     )
@@ -337,7 +339,7 @@ def failure_lines(view: StudyView) -> list[Text]:
 def describe_state(facts: TrialFacts) -> str:
     """State of a trial, and the reason, in one line."""
     why = (facts.error or facts.reason).removeprefix(f"{facts.state.value} ").splitlines()
-    state = f"{facts.state.value:<10}"
+    state = padded_label(facts.state.value, 10)
     return f"{state}  {why[0]}" if why else state
 
 
@@ -574,5 +576,7 @@ def _describe_end(view: StudyView, facts: TrialFacts) -> str:
     first = min(alike, key=lambda trial: trial.ended_at or 0.0, default=facts)
     is_first = first.number == facts.number
     return (
-        describe_state(facts) if is_first else f"{facts.state.value:<10}  as trial {first.number}"
+        describe_state(facts)
+        if is_first
+        else f"{padded_label(facts.state.value, 10)}  as trial {first.number}"
     )

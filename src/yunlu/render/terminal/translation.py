@@ -23,12 +23,13 @@ from rich.text import Text
 from yunlu.render.i18n.chinese import to_chinese, translate
 from yunlu.render.terminal.fitting_table import FittingTable, Flowing
 from yunlu.render.terminal.line_breaks import Hanging
+from yunlu.render.terminal.verbatim import Verbatim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def translate_block(  # noqa: PLR0911 (one for each kind)
+def translate_block(  # noqa: PLR0911, PLR0912 (one for each kind)
     block: Any, *, is_label: bool = False, is_ours: bool = True
 ) -> Any:
     """The same block with its texts in Chinese; blocks of unknown kinds stay as they are.
@@ -38,6 +39,8 @@ def translate_block(  # noqa: PLR0911 (one for each kind)
     match block:
         case str():
             return to_chinese(block, is_label=is_label)
+        case Verbatim():
+            return block
         case Text():
             return _translate_text(block, is_label=is_label)
         case Table():

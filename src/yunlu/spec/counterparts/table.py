@@ -44,7 +44,8 @@ def answer_key(key: str, value: Any, beside: Settings) -> str | None:
         except NotTakenError as reason:
             if row.keys:
                 return f"{row.tool} has {row.name}; {reason}"
-            return f"{_of(row.tool)} {row.name} has no counterpart here: {reason}"
+            theirs = f"{_of(row.tool)} {row.name}"
+            return f"{theirs} has no counterpart here: {reason}"
         remark = row.remark or f"{_of(row.tool)} name for {' and '.join(taken or row.keys)}"
         if not taken:
             return f"{remark}; leave it out: that is the default here"
@@ -62,7 +63,8 @@ def answer_value(key: str, value: Any) -> str | None:
         except NotTakenError:
             continue
         if chosen is not None and chosen != value:
-            return f"{_of(row.tool)} word; write {show_pair(key, chosen)}"
+            word = f"{_of(row.tool)} word"
+            return f"{word}; write {show_pair(key, chosen)}"
     return None
 
 

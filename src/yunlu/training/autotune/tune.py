@@ -478,7 +478,11 @@ def tune(
     knobs = list_knobs(job, inputs, machine, timer)
     tuned, spent_s = search(timer, start, knobs, budget_s, least_s=least_s)
     names = {knob.field: f"another {knob.name}" for knob in knobs}
-    names |= {"compile": "compiling", "threads": "one thread", "padding": "packing"}
+    names |= {
+        "compile": "compiling the model",
+        "threads": "one thread",
+        "padding": "packing samples",
+    }
     untried = [names[field] for field, why in tuned.reasons.items() if why == _TOO_SHORT]
     budget.leave_out(*untried)
     if job.train.optimizer.kernel == "auto":

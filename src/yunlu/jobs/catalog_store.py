@@ -155,8 +155,9 @@ def find_machine(name: str) -> MachineEntry:
     wanted = name.removeprefix(f"{OWN_CLOUD}:")
     if wanted not in machines:
         raise CatalogError(
-            f"There is neither a file nor a machine {name!r}"
-            + (f"; {did_you_mean(wanted, machines)}" if machines else "; none was added"),
+            f"There is neither a file nor a machine {name!r}; {did_you_mean(wanted, machines)}"
+            if machines
+            else f"There is neither a file nor a machine {name!r}; none was added",
             hint="yunlu catalog add FILE adds machines",
         )
     return machines[wanted]

@@ -13,7 +13,7 @@ from rich.text import Text
 from yunlu.core.units import show_count, show_duration
 from yunlu.render.terminal.fitting_table import FittingTable
 from yunlu.render.terminal.line_breaks import Hanging
-from yunlu.render.terminal.page import ACCENT, plain_table
+from yunlu.render.terminal.page import ACCENT, in_language, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +127,8 @@ def _title(view: PoolView) -> RenderableType:
     ]
     if view.dollars_per_hour:
         facts.append(f"${view.dollars_per_hour:.2f}/h")
-    line = Text.assemble(("pool  ", f"bold {ACCENT}"), "  ·  ".join(facts))
+    title = in_language("pool", is_label=True)
+    line = Text.assemble((f"{title}  ", f"bold {ACCENT}"), "  ·  ".join(facts))
     return Group(Hanging(line, hang=6), "")
 
 

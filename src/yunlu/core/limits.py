@@ -286,7 +286,9 @@ def read_json(path: Path, *, kind: type[YunluError] = ModelError) -> Any:
                 kind=kind,
             )
         return decode_json(data)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise kind(f"Cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
         raise kind(f"{path} is not readable JSON: {error}") from error
 
 

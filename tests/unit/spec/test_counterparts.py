@@ -13,7 +13,7 @@ from yunlu.core.errors import JobError
 from yunlu.core.settings import use_keras_on_torch
 from yunlu.jobs.job_input import read_options
 from yunlu.spec.counterparts.counterpart import Counterpart, NotTakenError
-from yunlu.spec.counterparts.table import TABLE, answer_key, by_name
+from yunlu.spec.counterparts.table import TABLE, answer_key, answer_value, by_name
 from yunlu.spec.load import InvalidJobError, job_from_mapping, lay_fields
 from yunlu.spec.schema import homes_of, schema_at
 
@@ -181,3 +181,10 @@ def test_a_value_of_the_wrong_kind_never_breaks_the_answer(value: Any) -> None:
     for row in TABLE:
         answer_key(row.name, value, {row.name: value})
         answer_key(row.name, value, dict.fromkeys(by_name(row.tool), value))
+
+
+def test_a_word_that_no_tool_uses_gets_no_advice() -> None:
+    assert answer_value("train.schedule.name", "linear_with_warmup") is None
+    advice = answer_value("train.precision", "16-mixed")
+    assert advice is not None
+    assert "write train.precision: fp16" in advice

@@ -58,14 +58,22 @@ def answer_value(key: str, value: Any) -> str | None:
     for row in TABLE:
         if key not in row.keys or not isinstance(value, str | int) or isinstance(value, bool):
             continue
-        try:
-            chosen = row.convert(value, {row.name: value}).get(key)
-        except NotTakenError:
-            continue
-        if chosen is not None and chosen != value:
+        chosen = _chosen(row, key, value)
+        if chosen is not None and chosen != value and chosen != _chosen(row, key, _NO_WORD):
             word = f"{_of(row.tool)} word"
             return f"{word}; write {show_pair(key, chosen)}"
     return None
+
+
+_NO_WORD = "?"
+"""A row that takes this, too, does not say what a word means."""
+
+
+def _chosen(row: Counterpart, key: str, value: Any) -> Any:
+    try:
+        return row.convert(value, {row.name: value}).get(key)
+    except NotTakenError:
+        return None
 
 
 def show_pair(key: str, value: Any) -> str:

@@ -33,20 +33,20 @@ def watch(run: str, *, title: str = "", since: LogCursor | None = None, progress
     """
     client = default_client()
     with shown(run, title=title, progress=progress) as display:
-        updates = client.follow(run, since=since or client.events(run).cursor)
+        cursor = since or client.events(run).cursor
         interrupts = 0
         while True:
             try:
-                for update in updates:
+                # A generator that was interrupted has ended: each goes on behind what was shown.
+                for update in client.follow(run, since=cursor):
                     _show(update, display)
+                    cursor = update.cursor
                 break
             except KeyboardInterrupt:
                 interrupts += 1
                 client.stop(run, now=interrupts > 1, wait=False)
                 if display is not None:
                     display.note(_stopping(again=interrupts > 1))
-                # A generator that was interrupted has ended.
-                updates = client.follow(run, since=client.events(run).cursor)
     if interrupts:
         raise KeyboardInterrupt
 

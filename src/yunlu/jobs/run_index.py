@@ -259,8 +259,7 @@ class RunIndex:
         try:
             return act()
         except sqlite3.DatabaseError as error:
-            is_full = "disk is full" in str(error)
-            raise (FullDiskError if is_full else StoreError)(
+            raise (FullDiskError if _is_full(error) else StoreError)(
                 f"the index {self.path} cannot be read or written: {error}",
                 hint="if this stays so, delete the file: it is rebuilt from the run directories",
             ) from error
@@ -343,6 +342,12 @@ def _list_home(home: Path) -> tuple[set[str], dict[str, str]]:
                     f"{entry.path} is a symbolic link to a directory: it is not read as a run"
                 )
     return names, links
+
+
+def _is_full(error: sqlite3.DatabaseError) -> bool:
+    # Without room for the memory that processes share beside the index, SQLite reports an I/O error.
+    code = getattr(error, "sqlite_errorcode", 0)  # missing in errors of Python's own module
+    return code & 0xFF in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 
 def _is_damage(error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -207,3 +208,26 @@ def test_json_lists_every_run(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [line["id"] for line in lines] == [f"run-{n:03d}" for n in reversed(range(COUNT))]
     assert main(["ps"]) == 0
     assert f"{COUNT - 20} older" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (sqlite3.SQLITE_FULL, "database or disk is full"),
+        (sqlite3.SQLITE_IOERR | 19 << 8, "disk I/O error"),
+    ],
+)
+def test_a_disk_that_takes_nothing_more_hides_no_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
+    expected = states(home)
+    add_run(home, "run-99", RunState.FAILED)
+
+    def refuse(*_: Any) -> None:
+        error = sqlite3.OperationalError(text)
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr("yunlu.jobs.run_index._PAUSES_S", ())
+    monkeypatch.setattr(RunIndex, "_connect", refuse)
+    assert states(home) == expected | {"run-99": RunState.FAILED}

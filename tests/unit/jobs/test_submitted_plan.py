@@ -95,5 +95,5 @@ def test_another_file_is_refused(tmp_path: Path, text: str, number: str, why: st
     file.write_text(text)
     with pytest.raises(JobError, match=why):
         load_plan(f"{file}{number}")
-    with pytest.raises(JobError, match="Cannot read .*No such file"):
+    with pytest.raises(JobError, match=r"Cannot read .*No such file"):
         load_plan(str(tmp_path / "nowhere.json"))

@@ -143,7 +143,7 @@ def _make_pipeline(world: World, name: str) -> Pipeline:
         layout=world.layout,
         rank_in_pp=rank,
         shared=shared,
-        lanes=world.lanes,
+        p2p_groups=world.p2p_groups,
     )
 
 

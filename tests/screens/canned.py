@@ -22,8 +22,8 @@ from yunlu.jobs.calibration import ForgottenRuns, LearntFactor, ProbeResult
 from yunlu.jobs.cleanup import (
     CleanupPlan,
     CleanupResult,
-    KeptRun,
     RemovableItem,
+    RetainedRun,
     SkippedItem,
 )
 from yunlu.jobs.doctor import (
@@ -481,7 +481,7 @@ class CannedClient(LocalClient):
             kind="cache", path=f"{CACHE}/synthetic/spoken-digits", reason="unused", size=size,
             used_at=NOW - 60 * 86_400,
         )  # fmt: skip
-        kept = KeptRun(run="digits-0f0f0f", reason="used", by="digits-1a1a1a")
+        kept = RetainedRun(run="digits-0f0f0f", reason="used", by="digits-1a1a1a")
         return CleanupPlan(home=HOME, items=(checkpoint, failed, made), retained=(kept,))
 
     def clean_up(self, plan: CleanupPlan) -> CleanupResult:

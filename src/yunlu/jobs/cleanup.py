@@ -72,7 +72,7 @@ class RemovableItem(Value):
     """When it was written last."""
 
 
-class KeptRun(Value):
+class RetainedRun(Value):
     """A run that stays, although its age and state would let something of it go."""
 
     run: str
@@ -86,7 +86,7 @@ class CleanupPlan(Value):
 
     home: str
     items: tuple[RemovableItem, ...] = ()
-    retained: tuple[KeptRun, ...] = ()
+    retained: tuple[RetainedRun, ...] = ()
     last_models: tuple[str, ...] = ()
     """Names of jobs whose only trained model is among the runs."""
 
@@ -203,7 +203,7 @@ def plan_prune(
         for record in scan.records
         if record.name in failed and _holds_model(open_run(home / record.id), record)
     }
-    meter, items, retained = DiskMeter(), list[RemovableItem](), list[KeptRun]()
+    meter, items, retained = DiskMeter(), list[RemovableItem](), list[RetainedRun]()
     for record in old:
         run = open_run(home / record.id)
         try:
@@ -211,18 +211,20 @@ def plan_prune(
             removable = choose(contents, keep_best=keep_best, is_model_known=record.name in named)
             hold = _find_hold(run, record, uses, find_hold) if removable else None
         except UNREADABLE as error:
-            retained.append(KeptRun(run=record.id, reason="unreadable", by=describe_problem(error)))
+            retained.append(
+                RetainedRun(run=record.id, reason="unreadable", by=describe_problem(error))
+            )
             continue
         if hold is None:
             items += removable
         else:
-            retained.append(KeptRun(run=record.id, reason=hold.reason, by=hold.by))
+            retained.append(RetainedRun(run=record.id, reason=hold.reason, by=hold.by))
     taken = {item.run for item in items if item.kind == "run"}
     items += _leftovers(home, scan.records, taken, meter)
     active = [open_run(home / record.id) for record in scan.records if record.state.is_active]
     items += _old_caches(now - max(span_s, _DAY_S), {*_made_data(active)}, meter)
     problems = (
-        KeptRun(run=name, reason="unreadable", by=text) for name, text in scan.problems.items()
+        RetainedRun(run=name, reason="unreadable", by=text) for name, text in scan.problems.items()
     )
     return CleanupPlan(home=str(home), items=tuple(items), retained=(*retained, *problems))
 

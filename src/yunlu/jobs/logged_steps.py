@@ -74,7 +74,7 @@ def read_run_log(run: RunStore) -> RunLog:
             newest = float(batch.get("at")[has_time][attempts == number].max())
             last_at[int(number)] = max(last_at.get(int(number), 0.0), newest)
 
-    steps = LatestSteps(run, look=track_latest)
+    steps = LatestSteps(run, on_batch=track_latest)
     attempts = [
         AttemptSpan(
             number=attempt.number,

@@ -155,11 +155,13 @@ class LatestSteps:
     """The records of a run without those that it went back behind: one for each step, in order.
 
     The log's order decides, not its clock, which may have been set back. Made by one pass over the steps; each
-    look at the records is another pass, up to where the first one ended.
+    reading of the records is another pass, up to where the first one ended.
     """
 
-    def __init__(self, run: RunStore, *, look: Callable[[StepBatch], None] | None = None) -> None:
-        """``look`` sees every batch as it was logged."""
+    def __init__(
+        self, run: RunStore, *, on_batch: Callable[[StepBatch], None] | None = None
+    ) -> None:
+        """``on_batch`` gets every batch as it was logged."""
         self._run = run
         self._rows = 0
         places: list[FloatArray] = []
@@ -172,8 +174,8 @@ class LatestSteps:
             steps.append(batch.step[back])
             newest = float(batch.step[-1])
             self._rows += batch.size
-            if look is not None:
-                look(batch)
+            if on_batch is not None:
+                on_batch(batch)
         self._places = np.concatenate(places) if places else np.empty(0)
         after = np.concatenate(steps) if steps else np.empty(0)
         # The earliest step that the run went back to at each of these places, or later.

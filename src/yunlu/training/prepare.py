@@ -20,7 +20,7 @@ from yunlu.planning.plan import refine
 from yunlu.planning.planner import make_plan
 from yunlu.runs.events import DataOpened, ModelBuilt, PlanMade, ProgressReported
 from yunlu.runs.run_store import Document, read_submitted_plan, require_plan, write_plan
-from yunlu.training.autotune.budget import SPEEDS_S, KeptFigures, MeasuringBudget
+from yunlu.training.autotune.budget import SPEEDS_S, MeasuredFigures, MeasuringBudget
 from yunlu.training.compiler import xla_device
 from yunlu.training.data.sources import dataset_commit, is_hub_dataset
 from yunlu.training.determinism import seed_everything
@@ -146,14 +146,14 @@ def load_or_make_plan(
         _check_precision(directory, job, machine, budget)
         if job.train.compile == "xla":
             xla_device()  # fails here, before anything is measured
-        retained_figures = _kept_figures(job, inputs, machine)
+        measured_figures = _measured_figures(job, inputs, machine)
         profile, work = measure(
             job,
             inputs,
             machine,
             started_at=started_at,
             budget=budget,
-            retained_figures=retained_figures,
+            measured_figures=measured_figures,
         )
         # After the first pass, which tells how long the run is; part of its start-up all the same.
         probed = load_or_measure(machine, budget)
@@ -173,7 +173,7 @@ def load_or_make_plan(
         if (submitted := read_submitted_plan(directory)) is not None:
             plan = refine(submitted, plan)
         write_plan(directory, plan)
-        retained_figures.forget()
+        measured_figures.forget()
         for text in plan.warnings:
             directory.warn(text)
     directory.emit(PlanMade(plan=plan))
@@ -295,9 +295,9 @@ def _measure_in_subprocess(*, limit_s: float) -> MachineProfile | None:
     return None
 
 
-def _kept_figures(job: Job, inputs: TrainingInputs, machine: Machine) -> KeptFigures:
+def _measured_figures(job: Job, inputs: TrainingInputs, machine: Machine) -> MeasuredFigures:
     parameters = sum(weight.numel() for weight in inputs.model.parameters())
-    return KeptFigures(
+    return MeasuredFigures(
         *(machine.hostname, machine.best_device.name, torch.__version__, torch.get_num_threads()),
         *(job.model_dump(mode="json"), inputs.splits.fingerprint, parameters),
     )

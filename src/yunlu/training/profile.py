@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from yunlu.planning.plan import StepSettings
     from yunlu.planning.predict.local import OperatorWork
     from yunlu.spec.job import Job
-    from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
+    from yunlu.training.autotune.budget import MeasuredFigures, MeasuringBudget
     from yunlu.training.tasks.task import Batch, TrainingInputs
 
 _TIMED_S = 0.3
@@ -58,7 +58,7 @@ def measure(
     *,
     started_at: float,
     budget: MeasuringBudget | None = None,
-    retained_figures: KeptFigures | None = None,
+    measured_figures: MeasuredFigures | None = None,
 ) -> tuple[Profile, OperatorWork | None]:
     """The profile for the planner, and a step's operators; ``started_at``: start of this attempt.
 
@@ -75,7 +75,7 @@ def measure(
     batch = choose_batch(job, len(splits.train))
     move_model(model, device)
     timer = ModelTimer(
-        job, inputs, device, batch=batch, budget=budget, retained_figures=retained_figures
+        job, inputs, device, batch=batch, budget=budget, measured_figures=measured_figures
     )
     budget = timer.budget
     with _restored(model):

@@ -48,8 +48,8 @@ from yunlu.training.memory.recompute import apply_recompute
 from yunlu.training.model_profiler import blank_job, fake_values
 from yunlu.training.models.adapter import add_adapter
 from yunlu.training.models.networks import allow_single_samples
-from yunlu.training.parallel.lane_transport import LaneTransport
-from yunlu.training.parallel.lanes import Lane, Lanes
+from yunlu.training.parallel.p2p_groups import P2PGroup, P2PGroups
+from yunlu.training.parallel.p2p_transport import P2PTransport
 from yunlu.training.parallel.stage_transport import PendingReceive, StageMessage, StageTransport
 from yunlu.training.parallel.tensor_parallel import HeadInput, multiply_with_head
 from yunlu.training.parallel.world import World
@@ -466,7 +466,7 @@ class _Sending:
         return True
 
 
-class _RehearsedLane(Lane):
+class _RehearsedGroup(P2PGroup):
     """Sends to nobody."""
 
     def send(self, tensor: Tensor) -> Any:
@@ -480,11 +480,11 @@ class _RehearsedLane(Lane):
         return _Sending()
 
 
-class _AllLanes(dict[Any, Lane]):
+class _AnyP2PGroup(dict[Any, P2PGroup]):
     """To everybody."""
 
-    def __missing__(self, key: Any) -> Lane:
-        return _RehearsedLane(None, 0)
+    def __missing__(self, key: Any) -> P2PGroup:
+        return _RehearsedGroup(None, 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As if all were there."""
@@ -495,15 +495,15 @@ class _AllLanes(dict[Any, Lane]):
 def _make_transport(sent: _Sent, rank: int, device: torch.device) -> StageTransport:
     if not is_accelerator(device):
         return _RehearsedTransport(sent, rank, device)
-    return _RehearsedLanes(sent, rank, device)
+    return _RehearsedP2PTransport(sent, rank, device)
 
 
-class _RehearsedLanes(LaneTransport):
-    """As ``_RehearsedTransport``, for the buffers that lanes need."""
+class _RehearsedP2PTransport(P2PTransport):
+    """As ``_RehearsedTransport``, for the buffers that P2P groups need."""
 
     def __init__(self, sent: _Sent, rank: int, device: torch.device) -> None:
-        lanes = Lanes(outgoing=_AllLanes(), incoming=_AllLanes())
-        super().__init__(None, rank, device, lanes)
+        p2p_groups = P2PGroups(outgoing=_AnyP2PGroup(), incoming=_AnyP2PGroup())
+        super().__init__(None, rank, device, p2p_groups)
         self._sent = sent
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:

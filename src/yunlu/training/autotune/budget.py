@@ -78,7 +78,7 @@ class MeasuringBudget:
         )
 
 
-class KeptFigures:
+class MeasuredFigures:
     """Figures of a job on this machine, on disk until it has its plan: a stopped attempt loses none."""
 
     def __init__(self, *key: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from yunlu.core.errors import ModelError, YunluError
 from yunlu.planning.planner import count_steps
-from yunlu.training.autotune.budget import KeptFigures, MeasuringBudget
+from yunlu.training.autotune.budget import MeasuredFigures, MeasuringBudget
 from yunlu.training.compiler import compile_model, compiled_call, set_compiled_call
 from yunlu.training.data.batches import fetch, lengths_of, longest_samples, micro_indices
 from yunlu.training.data.sample_order import make_order, sort_length
@@ -59,13 +59,13 @@ class ModelTimer:
         *,
         batch: int,
         budget: MeasuringBudget | None = None,
-        retained_figures: KeptFigures | None = None,
+        measured_figures: MeasuredFigures | None = None,
     ) -> None:
-        """``retained_figures``: what an attempt has measured that was stopped meanwhile."""
+        """``measured_figures``: what an attempt has measured that was stopped meanwhile."""
         self._job, self._inputs, self.batch = job, inputs, batch
         self.device = device
         self.budget = budget or MeasuringBudget(job.train.trial_share)
-        self.retained_figures = retained_figures or KeptFigures()
+        self.measured_figures = measured_figures or MeasuredFigures()
         self._lengths = lengths_of(inputs.splits.train)
         self._micros: dict[tuple[str, int], list[Batch]] = {}
         self._sample_s: dict[str, float] = {}
@@ -110,13 +110,13 @@ class ModelTimer:
     def compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
         """Seconds per sample with each, interleaved: other load affects both."""
         name = f"{_key(before)} {_key(after)}"
-        if (known := self.retained_figures.find(name)) is not None:
+        if (known := self.measured_figures.find(name)) is not None:
             before_s, after_s = known
             self._sample_s |= {_key(before): before_s, _key(after): after_s}
             return before_s, after_s
         outcome = self._compare(before, after)
         if outcome is not None:
-            self.retained_figures.keep(name, *outcome)
+            self.measured_figures.keep(name, *outcome)
         return outcome
 
     def _compare(self, before: StepSettings, after: StepSettings) -> tuple[float, float] | None:
@@ -153,7 +153,7 @@ class ModelTimer:
         key = _key(settings)
         if self._first_pass_s is not None and not self._sample_s and self._lengths is None:
             self._sample_s[key] = self._first_pass_s
-        if key not in self._sample_s and (known := self.retained_figures.find(key)) is not None:
+        if key not in self._sample_s and (known := self.measured_figures.find(key)) is not None:
             (self._sample_s[key],) = known
         if key not in self._sample_s:
             self._sample_s[key] = self._time_samples(settings)
@@ -168,12 +168,12 @@ class ModelTimer:
         sample_s = self._timed_pass(settings)
         if sample_s * settings.micro_batch < _LONG_PASS_S:
             sample_s = self._median(lambda: self._timed_pass(settings))
-        self.retained_figures.keep(_key(settings), sample_s)
+        self.measured_figures.keep(_key(settings), sample_s)
         return sample_s
 
     def update_s(self, kernel: Kernel) -> float:
         """Seconds of one optimiser step that changes nothing: zero gradient, rate and decay."""
-        if (known := self.retained_figures.find(f"update {kernel}")) is not None:
+        if (known := self.measured_figures.find(f"update {kernel}")) is not None:
             return known[0]
         weights = (weight for weight in self._inputs.model.parameters() if weight.requires_grad)
         estimated_s = (
@@ -181,7 +181,7 @@ class ModelTimer:
         )
         if not self.budget.allows(2 * estimated_s, "an update by the optimiser"):
             return estimated_s
-        return self.retained_figures.keep(f"update {kernel}", self._time_update(kernel))[0]
+        return self.measured_figures.keep(f"update {kernel}", self._time_update(kernel))[0]
 
     def _time_update(self, kernel: Kernel) -> float:
         for weight in self._inputs.model.parameters():

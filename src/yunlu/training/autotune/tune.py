@@ -104,7 +104,7 @@ def _first_pass(
     timer: ModelTimer, first: StepSettings, model: nn.Module, *, most: int
 ) -> tuple[float, int]:
     """Bytes of activations of as many samples as were measured, and their number."""
-    if (known := timer.retained_figures.find("first")) is not None:
+    if (known := timer.measured_figures.find("first")) is not None:
         saved_bytes, size, *spent = known
         timer.note_first(*spent)
         return saved_bytes, int(size)
@@ -126,7 +126,7 @@ def _first_pass(
         most * seconds / samples, f"{most} samples at once"
     ):
         saved_bytes, size = run(most)  # a few more weigh less what a pass saves whatever its size
-    timer.retained_figures.keep("first", saved_bytes, size, *timer.first)
+    timer.measured_figures.keep("first", saved_bytes, size, *timer.first)
     return saved_bytes, size
 
 

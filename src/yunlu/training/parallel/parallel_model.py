@@ -222,7 +222,7 @@ class ParallelModel:
                 layout=layout,
                 rank_in_pp=world.coordinates.pp,
                 shared=self._shared,
-                lanes=world.lanes,
+                p2p_groups=world.p2p_groups,
             )
 
     def _before_last(self, stage: int) -> None:

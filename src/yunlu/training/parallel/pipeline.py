@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yunlu.core.errors import ModelError
-from yunlu.training.parallel.lane_transport import LaneTransport
+from yunlu.training.parallel.p2p_transport import P2PTransport
 from yunlu.training.parallel.pipeline_schedules import actions
 from yunlu.training.parallel.stage_transport import (
     MessageKind,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from yunlu.planning.layouts import Layout
-    from yunlu.training.parallel.lanes import Lanes
+    from yunlu.training.parallel.p2p_groups import P2PGroups
     from yunlu.training.parallel.pipeline_schedules import Action
     from yunlu.training.single_worker import Backward, ForwardContext, LossOf
     from yunlu.training.tasks.task import Batch
@@ -52,9 +52,9 @@ class Pipeline:
         layout: Layout,
         rank_in_pp: int,
         shared: Mapping[str, Sequence[int]],
-        lanes: Lanes | None = None,
+        p2p_groups: P2PGroups | None = None,
     ) -> None:
-        """``shared``: weights held by several stages (``shared_names``); ``lanes``: between devices."""
+        """``shared``: weights held by several stages (``shared_names``); ``P2P groups``: between devices."""
         self.stages = dict(sorted(stages.items()))
         self.layout, self.rank, self.ranks = layout, rank_in_pp, layout.pp
         self.view: nn.Module = _View(self)
@@ -62,8 +62,8 @@ class Pipeline:
         self._device = weights[0].device if weights else torch.device("cpu")
         self._transport = (
             StageTransport(group, rank_in_pp, self._device)
-            if lanes is None
-            else LaneTransport(group, rank_in_pp, self._device, lanes)
+            if p2p_groups is None
+            else P2PTransport(group, rank_in_pp, self._device, p2p_groups)
         )
         self._last = layout.stages - 1
         self._exit = _Exit(self.stages[self._last]) if self._last in self.stages else None

@@ -7,7 +7,7 @@ Receives are posted as early as possible; those of unknown shape by a thread tha
 gloo's own thread spins while another holds the connection's lock, and posting a receive takes that lock:
 on a busy machine a late receive cost up to 3.9 ms of CPU, an early one 0.1.
 
-Between devices the tensors themselves take lanes (``lane_transport.py``).
+Between devices the tensors themselves take P2P groups (``p2p_transport.py``).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from yunlu.training.device import (
     use_device,
 )
 from yunlu.training.parallel.gloo_tunnel import secure_gloo
-from yunlu.training.parallel.lanes import form_lanes
+from yunlu.training.parallel.p2p_groups import form_p2p_groups
 from yunlu.training.parallel.redistribute import gather_json, gather_specs, redistribute
 from yunlu.training.parallel.sockets import Socket, close_listeners, open_sockets, shut
 from yunlu.training.single_worker import SingleWorld
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from yunlu.planning.layouts import Layout
     from yunlu.training.communication.transport import Transport
     from yunlu.training.parallel.gloo_tunnel import GlooTunnel
-    from yunlu.training.parallel.lanes import Lanes
+    from yunlu.training.parallel.p2p_groups import P2PGroups
 
 NEVER_S = 24 * 3600.0
 """The watchdog detects hangs much earlier; torch's timeout would only blame the wrong worker."""
@@ -58,7 +58,7 @@ class World(SingleWorld):
     """Mesh over the axes of size above 1, in the order of ``AXES``."""
     sockets: frozenset[Socket] = frozenset()
     """Connections to other workers; ``disconnect`` closes them."""
-    lanes: Lanes | None = None
+    p2p_groups: P2PGroups | None = None
     """Of the pipeline, between devices."""
     is_disconnected: bool = False
     host: str = "127.0.0.1"
@@ -227,7 +227,7 @@ class World(SingleWorld):
             dist.destroy_process_group()
         if self._tunnel is not None:
             self._tunnel.close()
-        self._tunnel = self.mesh = self.lanes = None
+        self._tunnel = self.mesh = self.p2p_groups = None
         self._joint.clear()
 
 
@@ -270,7 +270,7 @@ def form_world(
         )
         world.group("dp", "fsdp")  # created now, by all workers at once
         close_listeners(before, keep=tunnel.listeners if tunnel is not None else ())
-        world.lanes = _form_lanes(world)
+        world.p2p_groups = _form_p2p_groups(world)
         for axes in [*((name,) for name in mesh.mesh_dim_names or ()), ("dp", "fsdp")]:
             _disable_timeout(world.group(*axes))
         # gloo takes milliseconds for a few numbers over a network, and a wait in it may never end.
@@ -307,12 +307,12 @@ def _form_groups(
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
-def _form_lanes(world: World) -> Lanes | None:
+def _form_p2p_groups(world: World) -> P2PGroups | None:
     if world.layout.pp == 1 or not is_accelerator(world.device):
         return None
     mesh: Any = world.mesh
     pipelines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, world.layout.pp)
-    return form_lanes(
+    return form_p2p_groups(
         world.layout,
         world.rank,
         pipelines.tolist(),

@@ -17,7 +17,7 @@ from yunlu.runs.states import RunState
 from yunlu.spec.job import Job
 from yunlu.training import prepare, profile
 from yunlu.training.autotune import timer, tune
-from yunlu.training.autotune.budget import LEAST_S, KeptFigures, MeasuringBudget
+from yunlu.training.autotune.budget import LEAST_S, MeasuredFigures, MeasuringBudget
 from yunlu.training.probe import probe_machine
 from yunlu.training.tasks.python_objects import ObjectTask
 from yunlu.training.tasks.task import Batch, TrainingInputs
@@ -128,9 +128,9 @@ def test_an_attempt_that_is_stopped_while_it_measures_leaves_its_figures_to_the_
     monkeypatch.setattr(prepare, "load_or_measure", lambda *_: None)
     run = make_run(epochs=2, batch=20, threads=1)
     found: list[str] = []
-    keep = KeptFigures.keep
+    keep = MeasuredFigures.keep
 
-    def stop_after_two(self: KeptFigures, name: str, *figures: float) -> Any:
+    def stop_after_two(self: MeasuredFigures, name: str, *figures: float) -> Any:
         kept = keep(self, name, *figures)
         found.append(name)
         if len(found) == 2:
@@ -138,16 +138,16 @@ def test_an_attempt_that_is_stopped_while_it_measures_leaves_its_figures_to_the_
         return kept
 
     with monkeypatch.context() as patched:
-        patched.setattr(KeptFigures, "keep", stop_after_two)
+        patched.setattr(MeasuredFigures, "keep", stop_after_two)
         with pytest.raises(KeyboardInterrupt):
             live(run.path, task=Slow(Clock(), 0.0))
     again: list[str] = []
 
-    def note(self: KeptFigures, name: str, *figures: float) -> Any:
+    def note(self: MeasuredFigures, name: str, *figures: float) -> Any:
         again.append(name)
         return keep(self, name, *figures)
 
-    monkeypatch.setattr(KeptFigures, "keep", note)
+    monkeypatch.setattr(MeasuredFigures, "keep", note)
     assert live(run.path, task=Slow(Clock(), 0.0)) is RunState.FINISHED
     assert len(found) == 2
     assert not set(found) & set(again)

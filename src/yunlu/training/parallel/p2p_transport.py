@@ -3,7 +3,7 @@
 The host waits for no device: sends and receives are posted, and streams wait for them. No computation
 waits for a send before the end of the step, so a schedule that ends with unlimited buffers ends here too.
 
-At most one receive is posted ahead on each lane. A second one would wait behind it in a queue that the
+At most one receive is posted ahead on each P2P group. A second one would wait behind it in a queue that the
 driver may share with the stream that computes.
 """
 
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yunlu.training.parallel.lanes import Lane, LaneKind, Lanes
+    from yunlu.training.parallel.p2p_groups import P2PGroup, P2PGroups, P2PKind
     from yunlu.training.parallel.stage_transport import StageMessage
 
-_LANES: dict[MessageKind, LaneKind] = {
+_P2P_KINDS: dict[MessageKind, P2PKind] = {
     MessageKind.ACTIVATION: "activation",
     MessageKind.GRADIENT: "gradient",
 }
 
 
-class LaneTransport(StageTransport):
+class P2PTransport(StageTransport):
     """One rank's end of the connections between devices."""
 
-    def __init__(self, group: Any, rank: int, device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, group: Any, rank: int, device: torch.device, p2p_groups: P2PGroups) -> None:
         super().__init__(group, rank, device)
-        self._lanes = lanes
-        self._inboxes: dict[tuple[LaneKind, int], _LaneReceives] = {}
-        self._on_their_way: list[tuple[int, int]] = []
-        lanes.open(device)
+        self._p2p_groups = p2p_groups
+        self._inboxes: dict[tuple[P2PKind, int], _P2PReceives] = {}
+        self._unfinished_sends: list[tuple[int, int]] = []
+        p2p_groups.open(device)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Start sending; no stream waits for another worker."""
-        lane = self._lane(tensor, to, tag, is_incoming=False)
-        if lane is None:
+        p2p_group = self._p2p_group(tensor, to, tag, is_incoming=False)
+        if p2p_group is None:
             super().send(tensor, to, tag)
             return
         tensor = tensor.contiguous()
-        self._sending.setdefault((to, tag), []).append((lane.send(tensor), tensor))
+        self._sending.setdefault((to, tag), []).append((p2p_group.send(tensor), tensor))
 
     def expect(self, like: Tensor, source: int, tag: int) -> PendingReceive:
         """Receive a tensor with the type and shape of another, when it is its turn."""
-        lane = self._lane(like, source, tag, is_incoming=True)
-        if lane is None:
+        p2p_group = self._p2p_group(like, source, tag, is_incoming=True)
+        if p2p_group is None:
             return super().expect(like, source, tag)
         make = partial(torch.empty, like.shape, dtype=like.dtype, device=self._device)
         if kind_of_tag(tag) is MessageKind.SHARED:
             buffer = make()
-            return PendingReceive(buffer, lane.receive(buffer))
+            return PendingReceive(buffer, p2p_group.receive(buffer))
         inbox = self._inboxes["gradient", source]
-        inbox.know(tag, make)
+        inbox.set_buffer(tag, make)
         return _NextReceive(inbox, tag)
 
     def listen(
@@ -84,7 +84,7 @@ class LaneTransport(StageTransport):
             self._inbox("gradient", source).add(tag)
 
     def post_next_receives(self) -> None:
-        """Post the next receive of each lane whose shape is known."""
+        """Post the next receive of each P2P group whose shape is known."""
         for inbox in self._inboxes.values():
             inbox.post_next()
 
@@ -94,41 +94,45 @@ class LaneTransport(StageTransport):
 
     def release_last(self, to: int, tag: int) -> None:
         """Drop the tensors of such sends that have ended; nobody waits for others."""
-        self._on_their_way.append((to, tag))
-        for sent in list(self._on_their_way):
+        self._unfinished_sends.append((to, tag))
+        for sent in list(self._unfinished_sends):
             if all(work.is_completed() for work, _ in self._sending.get(sent, ())):
-                self._on_their_way.remove(sent)
+                self._unfinished_sends.remove(sent)
                 self.release(*sent)
 
     def forget(self) -> None:
         """Drop all state, also of messages that will never arrive."""
         super().forget()
         self._inboxes = {}
-        self._on_their_way = []
+        self._unfinished_sends = []
 
     def _make(self, tag: int) -> Tensor:
         return make_buffer(self._take_answer(tag), self._device)
 
-    def _inbox(self, kind: LaneKind, source: int) -> _LaneReceives:
+    def _inbox(self, kind: P2PKind, source: int) -> _P2PReceives:
         inbox = self._inboxes.get((kind, source))
         if inbox is None:
-            inbox = self._inboxes[kind, source] = _LaneReceives(self._lanes.incoming[kind, source])
+            inbox = self._inboxes[kind, source] = _P2PReceives(
+                self._p2p_groups.incoming[kind, source]
+            )
         return inbox
 
-    def _lane(self, tensor: Tensor, peer: int, tag: int, *, is_incoming: bool) -> Lane | None:
+    def _p2p_group(
+        self, tensor: Tensor, peer: int, tag: int, *, is_incoming: bool
+    ) -> P2PGroup | None:
         if not is_accelerator(tensor.device):
             return None
-        kind, lanes = _LANES.get(kind_of_tag(tag)), self._lanes
+        kind, p2p_groups = _P2P_KINDS.get(kind_of_tag(tag)), self._p2p_groups
         if kind is not None:
-            return (lanes.incoming if is_incoming else lanes.outgoing)[kind, peer]
-        return lanes.find_incoming(peer) if is_incoming else lanes.find_outgoing(peer)
+            return (p2p_groups.incoming if is_incoming else p2p_groups.outgoing)[kind, peer]
+        return p2p_groups.find_incoming(peer) if is_incoming else p2p_groups.find_outgoing(peer)
 
 
-class _LaneReceives:
-    """The receives of one lane, in the order of the schedule, which is that of the sends."""
+class _P2PReceives:
+    """The receives of one P2P group, in the order of the schedule, which is that of the sends."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, p2p_group: P2PGroup) -> None:
+        self._p2p_group = p2p_group
         self._tags: deque[int] = deque()
         self._makers: dict[int, Callable[[], Tensor]] = {}
         self._is_known: dict[int, Callable[[], bool]] = {}
@@ -148,7 +152,7 @@ class _LaneReceives:
         if is_known is not None:
             self._is_known[tag] = is_known
 
-    def know(self, tag: int, make: Callable[[], Tensor]) -> None:
+    def set_buffer(self, tag: int, make: Callable[[], Tensor]) -> None:
         """From now on a buffer for this message can be made."""
         self._makers[tag] = make
         self.post_next()
@@ -175,13 +179,13 @@ class _LaneReceives:
 
     def _post(self) -> None:
         buffer = self._makers.pop(self._tags[0])()
-        self._posted = PendingReceive(buffer, self._lane.receive(buffer))
+        self._posted = PendingReceive(buffer, self._p2p_group.receive(buffer))
 
 
 class _NextReceive(PendingReceive):
     """A receive that is posted when it is its turn."""
 
-    def __init__(self, inbox: _LaneReceives, tag: int) -> None:
+    def __init__(self, inbox: _P2PReceives, tag: int) -> None:
         self._inbox, self._tag = inbox, tag
 
     def get(self) -> Tensor:

@@ -1,9 +1,9 @@
-"""Lanes: process groups of two neighbouring stages, one for each direction and kind of their messages.
+"""P2P groups: process groups of two neighbouring stages, one for each direction and kind of their messages.
 
 The libraries of accelerators know no tags: what a worker posts in one group, sends and receives, is made
 in that order, and a send ends when the other end receives. In a group of all stages a receive posted early
-would hold up the sends behind it, for which the other end may be waiting. On a lane one end only sends and
-the other only receives, both in the order of the schedule, and lanes do not wait for each other.
+would hold up the sends behind it, for which the other end may be waiting. On a P2P group one end only sends and
+the other only receives, both in the order of the schedule, and P2P groups do not wait for each other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from yunlu.planning.layouts import Layout
 
-LaneKind = Literal["activation", "gradient"]
+P2PKind = Literal["activation", "gradient"]
 Edge = tuple[int, int]
 """Sender and receiver, by their ranks in the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """One end of a lane."""
+class P2PGroup:
+    """One end of a P2P group."""
 
     group: Any
     peer: int
@@ -45,38 +45,38 @@ class Lane:
 
 
 @dataclass(kw_only=True)
-class Lanes:
-    """The lanes of one worker, by kind and the other end's rank in the pipeline."""
+class P2PGroups:
+    """The P2P groups of one worker, by kind and the other end's rank in the pipeline."""
 
-    outgoing: dict[tuple[LaneKind, int], Lane] = field(default_factory=dict[Any, Lane])
-    incoming: dict[tuple[LaneKind, int], Lane] = field(default_factory=dict[Any, Lane])
-    _ends: list[tuple[Lane, bool]] = field(default_factory=list[tuple[Lane, bool]])
+    outgoing: dict[tuple[P2PKind, int], P2PGroup] = field(default_factory=dict[Any, P2PGroup])
+    incoming: dict[tuple[P2PKind, int], P2PGroup] = field(default_factory=dict[Any, P2PGroup])
+    _ends: list[tuple[P2PGroup, bool]] = field(default_factory=list[tuple[P2PGroup, bool]])
     """In the order in which all workers formed them, and whether this one sends."""
     _is_open: bool = False
 
     def open(self, device: torch.device) -> None:
-        """Send something over each lane, once: its ends meet in the first message, and their hosts wait.
+        """Send something over each P2P group, once: its ends meet in the first message, and their hosts wait.
 
         In a step they would wait in different orders. All workers of a pipeline call this.
         """
         if self._is_open:
             return
-        for lane, is_sender in self._ends:
+        for p2p_group, is_sender in self._ends:
             nothing = torch.zeros(1, device=device)
-            (lane.send(nothing) if is_sender else lane.receive(nothing)).wait()
+            (p2p_group.send(nothing) if is_sender else p2p_group.receive(nothing)).wait()
         self._is_open = True
 
-    def find_outgoing(self, to: int) -> Lane | None:
-        """A lane for messages of other kinds, which both ends exchange when no others are under way."""
+    def find_outgoing(self, to: int) -> P2PGroup | None:
+        """A P2P group for messages of other kinds, which both ends exchange when no others are under way."""
         return self.outgoing.get(("activation", to)) or self.outgoing.get(("gradient", to))
 
-    def find_incoming(self, source: int) -> Lane | None:
+    def find_incoming(self, source: int) -> P2PGroup | None:
         """The other end of ``find_outgoing``."""
         return self.incoming.get(("activation", source)) or self.incoming.get(("gradient", source))
 
 
-def rounds(layout: Layout) -> list[tuple[LaneKind, list[Edge]]]:
-    """The lanes of a pipeline, in rounds: in each a worker has at most one."""
+def rounds(layout: Layout) -> list[tuple[P2PKind, list[Edge]]]:
+    """The P2P groups of a pipeline, in rounds: in each a worker has at most one."""
     ranks = layout.pp
     upward: list[Edge] = [(rank, rank + 1) for rank in range(ranks - 1)]
     parts = [upward[::2], upward[1::2]]
@@ -87,40 +87,42 @@ def rounds(layout: Layout) -> list[tuple[LaneKind, list[Edge]]]:
             parts.append([closing])
         else:
             parts[1].append(closing)
-    lane_rounds: list[tuple[LaneKind, list[Edge]]] = []
+    group_rounds: list[tuple[P2PKind, list[Edge]]] = []
     for edges in filter(None, parts):
-        lane_rounds.append(("activation", edges))
-        lane_rounds.append(("gradient", [(receiver, sender) for sender, receiver in edges]))
-    return lane_rounds
+        group_rounds.append(("activation", edges))
+        group_rounds.append(("gradient", [(receiver, sender) for sender, receiver in edges]))
+    return group_rounds
 
 
-def form_lanes(
+def form_p2p_groups(
     layout: Layout,
     rank: int,
     pipelines: Sequence[Sequence[int]],
     *,
     device: torch.device,
     timeout: timedelta,
-) -> Lanes:
-    """Form the lanes of all pipelines, given as the workers of each; all workers call this."""
-    lanes = Lanes()
+) -> P2PGroups:
+    """Form the P2P groups of all pipelines, given as the workers of each; all workers call this."""
+    p2p_groups = P2PGroups()
     mine = next(pipeline for pipeline in pipelines if rank in pipeline)
     position = mine.index(rank)
     for kind, edges in rounds(layout):
         busy = {end for edge in edges for end in edge}
-        # Who has no lane in a round makes a group of its own: the names of groups count them.
+        # Who has no P2P group in a round makes a group of its own: the names of groups count them.
         pairs = [*edges, *((single,) for single in range(layout.pp) if single not in busy)]
-        members = [sorted(line[end] for end in pair) for line in pipelines for pair in pairs]
+        members = [
+            sorted(pipeline[end] for end in pair) for pipeline in pipelines for pair in pairs
+        ]
         group = _make_group(members, rank, device, timeout)
         edge = next((edge for edge in edges if position in edge), None)
         if edge is None:
             continue
         is_sender = edge[0] == position
         other = edge[1] if is_sender else edge[0]
-        lane = Lane(group, int(mine[other] > rank))
-        (lanes.outgoing if is_sender else lanes.incoming)[kind, other] = lane
-        lanes._ends.append((lane, is_sender))  # pyright: ignore[reportPrivateUsage]
-    return lanes
+        p2p_group = P2PGroup(group, int(mine[other] > rank))
+        (p2p_groups.outgoing if is_sender else p2p_groups.incoming)[kind, other] = p2p_group
+        p2p_groups._ends.append((p2p_group, is_sender))  # pyright: ignore[reportPrivateUsage]
+    return p2p_groups
 
 
 def _make_group(

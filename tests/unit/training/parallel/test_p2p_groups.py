@@ -1,4 +1,4 @@
-"""Lanes carry the messages of every schedule in the order in which they are received."""
+"""P2P groups carry the messages of every schedule in the order in which they are received."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from yunlu.planning.layouts import Layout
-from yunlu.training.parallel.lanes import rounds
+from yunlu.training.parallel.p2p_groups import rounds
 from yunlu.training.parallel.pipeline_schedules import Action, actions
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _order(schedule: Schedule, layout: Layout, rank: int, micros: int) -> list[A
 
 
 def _messages(layout: Layout, micros: int, *, are_sent: bool) -> dict[tuple[str, int, int], list]:
-    """What goes over each lane, in the order of its sender or of its receiver."""
+    """What goes over each P2P group, in the order of its sender or of its receiver."""
     found: dict[tuple[str, int, int], list] = defaultdict(list)
     for rank in range(layout.pp):
         for action in _order(layout.schedule, layout, rank, micros):
@@ -53,15 +53,15 @@ def _messages(layout: Layout, micros: int, *, are_sent: bool) -> dict[tuple[str,
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: f"{at} {at.schedule}")
 @pytest.mark.parametrize("micros", [1, 2, 3, 7])
-def test_each_lane_is_sent_and_received_in_one_order(layout: Layout, micros: int) -> None:
+def test_each_p2p_group_is_sent_and_received_in_one_order(layout: Layout, micros: int) -> None:
     sent = _messages(layout, micros, are_sent=True)
     assert sent == _messages(layout, micros, are_sent=False)
     formed = {(kind, *edge) for kind, edges in rounds(layout) for edge in edges}
-    assert set(sent) <= formed, "there is a lane for every message"
+    assert set(sent) <= formed, "there is a P2P group for every message"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: f"{at} {at.schedule}")
-def test_a_worker_has_at_most_one_lane_in_a_round(layout: Layout) -> None:
+def test_a_worker_has_at_most_one_p2p_group_in_a_round(layout: Layout) -> None:
     for _, edges in rounds(layout):
         assert set(Counter(end for edge in edges for end in edge).values()) == {1}
 
@@ -87,11 +87,11 @@ def test_one_receive_ahead_on_each_lane_ends_every_schedule(layout: Layout, micr
                 step = 1 if kind == "forward" else -1
                 lane_kind = "activation" if kind == "forward" else "gradient"
                 if 0 <= stage - step < layout.stages:
-                    lane = (lane_kind, (stage - step) % layout.pp, rank)
-                    assert expected[lane][taken[lane]] == (stage, micro)
-                    if (stage, micro) not in sent[lane]:
+                    p2p_group = (lane_kind, (stage - step) % layout.pp, rank)
+                    assert expected[p2p_group][taken[p2p_group]] == (stage, micro)
+                    if (stage, micro) not in sent[p2p_group]:
                         break
-                    taken[lane] += 1
+                    taken[p2p_group] += 1
                 if 0 <= stage + step < layout.stages:
                     to = stage + step
                     sent[lane_kind, rank, to % layout.pp].add((to, micro))
